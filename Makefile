@@ -1,0 +1,39 @@
+# Two commands are all a newcomer needs: `make verify` and `make test`.
+#
+#   TORCH=...   the torch requirement to install (default below)
+#   INDEX=...   an extra pip index to take torch from, for example
+#               INDEX=https://download.pytorch.org/whl/cpu
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+INDEX ?=
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TORCH_INDEX := $(if $(INDEX),--index-url $(INDEX),)
+
+.PHONY: verify test lint clean
+
+verify: $(VENV)/.installed
+	$(BIN)/needlepoint verify
+
+test: lint
+	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# torch comes first and alone: a range in the package would otherwise pull whatever is newest.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip setuptools wheel
+	$(PIP) $(TORCH_INDEX) "$(TORCH)"
+	$(PIP) --editable ".[test,cuda]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage

@@ -1,0 +1,1 @@
+"""The optimized side: fused kernels, their byte-exact emulation and the candidate protocol."""

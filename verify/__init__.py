@@ -1,0 +1,1 @@
+"""The verifier: runs reference and candidates over one input and judges every stage."""
