@@ -1,0 +1,230 @@
+"""One attention layer over the tokens of a request: every stage from the hidden states on.
+
+A whole prompt, one decoded token and a chunk of any size are the same call. Rows up to ``query``
+and ``weights`` have the same bytes however a request is cut into calls; ``scores`` and
+``attention`` are sums of library products and agree within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from needlepoint.reference.attention import all_visible
+from needlepoint.reference.config import ModelConfig
+from needlepoint.reference.indexer import head_weights, index_scores, rotate_query, score_blocks
+from needlepoint.reference.keyside import KeySide, store
+from needlepoint.reference.main_attention import MainAttention
+from needlepoint.reference.profile import Arithmetic
+from needlepoint.reference.projections import project_inputs
+from needlepoint.reference.request import KeyState, RequestState
+from needlepoint.reference.rope import rope_frequencies, rope_rows
+from needlepoint.reference.stages import (
+    ChunkStages,
+    CompressedRows,
+    Projected,
+    QueryProjections,
+    QueryRows,
+)
+from needlepoint.reference.topk import select_topk, visible_entries
+from needlepoint.reference.weights import LayerWeights, check_layer_weights
+
+BUDGET_BYTES = 256 << 20
+
+
+class ReferenceLayer:
+    """The reference of one layer in one arithmetic.
+
+    Parameters
+    ----------
+    config
+        Model shapes.
+    layer
+        Layer number; fixes the compression ratio.
+    weights
+        The layer's tensors.
+    arithmetic
+        Contract or profile.
+    compute
+        Type of score and attention products: ``torch.float64``, or ``torch.float32`` for runs too
+        long for it.
+    budget_bytes
+        Bound on transient score, selection and attention tensors.
+
+    Raises
+    ------
+    ValueError
+        If there is no such layer or a weight does not have the shape that the config asks for.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        weights: LayerWeights,
+        arithmetic: Arithmetic,
+        *,
+        compute: torch.dtype = torch.float64,
+        budget_bytes: int = BUDGET_BYTES,
+    ) -> None:
+        check_layer_weights(weights, config, layer)
+        self.config = config
+        self.ratio = config.ratio(layer)
+        self.weights = weights
+        self.arithmetic = arithmetic
+        self.compute = compute
+        self.budget_bytes = budget_bytes
+        self.frequencies = rope_frequencies(config, compressed=self.ratio > 0)
+        self.key_side = KeySide(self.ratio, config.norm_eps, self.frequencies, arithmetic)
+        self.attention = MainAttention(
+            config, weights, self.key_side, arithmetic, compute, budget_bytes
+        )
+
+    def new_request(self) -> RequestState:
+        """Return the state of a request that has no tokens yet."""
+        return RequestState(self.config, self.ratio, self.arithmetic)
+
+    def project_inputs(self, hidden: Tensor, first_position: int = 0) -> Projected:
+        """Project consecutive tokens of one request; see :func:`projections.project_inputs`."""
+        return project_inputs(hidden, self.weights, self.config, self.arithmetic, first_position)
+
+    def rope(self, first_position: int, count: int) -> Tensor:
+        """Return cos and sin at consecutive positions, float64 ``[count, pairs, 2]``."""
+        positions = torch.arange(first_position, first_position + count)
+        return rope_rows(self.frequencies, positions, self.arithmetic.rope_table)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        state: RequestState,
+        *,
+        keep_scores: bool = False,
+        attend: bool = True,
+    ) -> ChunkStages:
+        """Compute every stage of the next tokens of a request.
+
+        Parameters
+        ----------
+        hidden
+            ``[n, hidden_size]`` of any float dtype, normalised input of the attention block.
+        state
+            The request so far; advanced by ``n`` tokens.
+        keep_scores
+            Whether to return all scores; they grow with tokens times entries.
+        attend
+            Whether to compute the attention output.
+
+        Raises
+        ------
+        ValueError
+            If there are no tokens, the width is wrong or a value is NaN or infinite. The state is
+            unchanged then.
+        """
+        projected = self.project_inputs(hidden, state.next_position)
+        return self.forward_projected(projected, state, keep_scores=keep_scores, attend=attend)
+
+    def forward_requests(
+        self,
+        hidden: Tensor,
+        lengths: Sequence[int],
+        *,
+        keep_scores: bool = False,
+        attend: bool = True,
+    ) -> list[ChunkStages]:
+        """Run whole requests that stand one after another in ``hidden``, one result for each.
+
+        Raises
+        ------
+        ValueError
+            If the lengths do not add up to the tokens, or as :meth:`forward`.
+        """
+        if not lengths or min(lengths) < 1 or sum(lengths) != len(hidden):
+            raise ValueError(
+                f"lengths {list(lengths)} for {len(hidden)} tokens; expected positive lengths "
+                "that add up to the tokens"
+            )
+        return [
+            self.forward(part, self.new_request(), keep_scores=keep_scores, attend=attend)
+            for part in torch.split(hidden, list(lengths))
+        ]
+
+    def forward_projected(
+        self,
+        projected: Projected,
+        state: RequestState,
+        *,
+        keep_scores: bool = False,
+        attend: bool = True,
+    ) -> ChunkStages:
+        """Compute the stages after the projections: :meth:`forward` without its first step.
+
+        Raises
+        ------
+        ValueError
+            If the tokens do not continue the request.
+        """
+        start, count = state.next_position, len(projected.latent)
+        if projected.first_position != start:
+            raise ValueError(
+                f"tokens start at position {projected.first_position}, expected {start}: feed the "
+                "tokens of a request in order"
+            )
+        visible = visible_entries(torch.arange(start, start + count), self.ratio)
+        rope = self.rope(start, count)
+        index = self._index_rows(projected, state.index)
+        main = self._main_rows(projected, state.main)
+        query = scores = topk = None
+        if projected.query is not None and state.index is not None:
+            query = self._query_rows(projected.query, rope)
+            scores, topk = self._select(query, state.index.rows.rows, visible, keep_scores)
+        window = self.attention.window(projected, rope, state.window)
+        attention = None
+        if attend:
+            rows = window[:0] if state.main is None else state.main.rows.rows
+            picks = all_visible(visible, len(rows)) if topk is None else topk
+            attention = self.attention.attend(projected, rope, window, rows, picks)
+        state.next_position = start + count
+        return ChunkStages(projected, index, main, query, scores, topk, attention)
+
+    def _index_rows(self, projected: Projected, state: KeyState | None) -> CompressedRows | None:
+        given, weights = projected.index, self.weights.index
+        if given is None or weights is None or state is None:
+            return None
+        rows = self.key_side.index_rows(given, weights, state.tokens)
+        state.rows.append(rows.stored.values)
+        return rows
+
+    def _main_rows(self, projected: Projected, state: KeyState | None) -> CompressedRows | None:
+        given, weights = projected.main, self.weights.main
+        if given is None or weights is None or state is None:
+            return None
+        rows = self.key_side.main_rows(given, weights, state.tokens)
+        state.rows.append(rows.stored.values)
+        return rows
+
+    def _query_rows(self, given: QueryProjections, rope: Tensor) -> QueryRows:
+        rotated = rotate_query(given.q, rope, self.arithmetic)
+        stored = store(rotated, self.arithmetic.index_query)
+        scale = self.config.index_weight_scale
+        return QueryRows(rotated, stored, head_weights(given.weights, scale, self.arithmetic))
+
+    def _select(
+        self, query: QueryRows, keys: Tensor, visible: Tensor, keep_scores: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """Score and pick in blocks of queries; scores of a block are dropped unless kept."""
+        kept, picks = [], []
+        for block in score_blocks(len(visible), len(keys), self.budget_bytes):
+            scores = index_scores(
+                query.stored.values[block],
+                query.weights[block],
+                keys,
+                visible[block],
+                self.arithmetic,
+                self.compute,
+            )
+            picks.append(select_topk(scores, self.config.index_topk))
+            if keep_scores:
+                kept.append(scores)
+        return (torch.cat(kept) if keep_scores else None), torch.cat(picks)

@@ -1,0 +1,63 @@
+"""RMS norm with a sum that does not depend on the machine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """Sum the last axis as a tree of adjacent pairs (strides 1, 2, 4, ...), padded with zeros.
+
+    Only elementwise additions: the bits do not depend on vector width, threads or the other rows,
+    as those of ``torch.sum`` may.
+
+    Parameters
+    ----------
+    x
+        float64 ``[..., n]``, ``n >= 1``.
+
+    Returns
+    -------
+    Tensor
+        float64 ``[...]``.
+    """
+    width = x.shape[-1]
+    padding = (1 << (width - 1).bit_length()) - width
+    if padding:
+        x = torch.nn.functional.pad(x, (0, padding))
+    while x.shape[-1] > 1:
+        x = x[..., ::2] + x[..., 1::2]
+    return x[..., 0]
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Return ``x / sqrt(mean(x**2) + eps) * weight`` over the last axis, in float64, unrounded.
+
+    Parameters
+    ----------
+    x
+        float64 ``[..., d]``.
+    weight
+        ``[d]`` of any float dtype, or None for the unweighted norm of main queries.
+    eps
+        Added to the mean square.
+
+    Returns
+    -------
+    Tensor
+        float64 ``[..., d]``.
+
+    Raises
+    ------
+    ValueError
+        If ``x`` is not float64 or the weight has another width.
+    """
+    if x.dtype != torch.float64 or (weight is not None and weight.shape != x.shape[-1:]):
+        raise ValueError(
+            f"rms_norm: values {x.dtype} {tuple(x.shape)}, weight "
+            f"{None if weight is None else tuple(weight.shape)}; expected float64 [..., d] and [d]"
+        )
+    mean = tree_sum(x * x) / x.shape[-1]
+    normed = x * (1.0 / (mean + eps).sqrt()).unsqueeze(-1)
+    return normed if weight is None else normed * weight.to(torch.float64)
