@@ -1,0 +1,85 @@
+"""Candidates by name: the table of our own, entry points, and ``package.module:factory``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+
+from needlepoint.optimized.emulated import EmulatedCandidate, Order
+from needlepoint.optimized.interface import Candidate
+
+ENTRY_POINT_GROUP = "needlepoint.candidates"
+
+Factory = Callable[[], Candidate]
+
+FACTORIES: dict[str, Factory] = {
+    "emulated:fused-bf16": partial(EmulatedCandidate, "bf16", Order.FUSED),
+    "emulated:fused-fp8": partial(EmulatedCandidate, "fp8", Order.FUSED),
+    "emulated:fused-fp4": partial(EmulatedCandidate, "fp4", Order.FUSED),
+    "emulated:unfused-bf16": partial(EmulatedCandidate, "bf16", Order.UNFUSED),
+}
+"""Our own candidates. A factory raises ValueError if this machine cannot run its candidate."""
+
+
+def names() -> tuple[str, ...]:
+    """Return every candidate name that :func:`create` knows without a module path."""
+    return (*FACTORIES, *sorted(set(_installed()) - set(FACTORIES)))
+
+
+def create(name: str) -> Candidate:
+    """Return the candidate of a name.
+
+    Parameters
+    ----------
+    name
+        A name from :func:`names`, or ``package.module:factory`` for any importable module whose
+        ``factory()`` returns a :class:`~needlepoint.optimized.interface.Candidate`.
+
+    Raises
+    ------
+    ValueError
+        If there is no such candidate (the message lists those that exist), or if its module or
+        factory fails.
+    """
+    if name in FACTORIES:
+        return FACTORIES[name]()
+    installed = _installed()
+    if name in installed:
+        point = installed[name]
+        return _call(name, point.module, point.attr)
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(_unknown(name))
+    return _call(name, module, attribute)
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"candidate {name!r}: expected one of {', '.join(names())}, or package.module:factory of "
+        "an importable module"
+    )
+
+
+def _call(name: str, module: str, attribute: str) -> Candidate:
+    try:
+        found: object = import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(f"{_unknown(name)} ({error})") from error
+    if not callable(found):
+        raise ValueError(f"candidate {name!r}: {found!r} is not callable; expected a factory")
+    candidate = found()
+    lacking = [part for part in ("info", "stages", "run") if not hasattr(candidate, part)]
+    if lacking:
+        raise ValueError(
+            f"candidate {name!r}: the factory returned {type(candidate).__name__}, which lacks "
+            f"{', '.join(lacking)}; expected a Candidate"
+        )
+    return candidate  # type: ignore[no-any-return]

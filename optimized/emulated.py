@@ -1,0 +1,138 @@
+"""The four emulated candidates: the specification on the CPU, into real pages and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from needlepoint.optimized.interface import (
+    INDEX,
+    MAIN,
+    QUERY,
+    CandidateInfo,
+    LayerInputs,
+    Observed,
+    PagedRows,
+    StageKey,
+)
+from needlepoint.optimized.keyside import KeySide
+from needlepoint.optimized.memory import TransientLaw, measure_law
+from needlepoint.optimized.narrow import store_bf16, store_main_fp8
+from needlepoint.optimized.preconditions import require_preconditions
+from needlepoint.optimized.query import STORES, store_queries
+from needlepoint.optimized.scoring import FusedScorer, UnfusedScorer, unfused_scores
+from needlepoint.optimized.specification import SPEC_VERSION, source_digest
+
+_SOURCES = (
+    "specification.py",
+    "exact32.py",
+    "pooling.py",
+    "rows.py",
+    "narrow.py",
+    "compressor.py",
+    "keyside.py",
+    "query.py",
+    "pages.py",
+    "readback.py",
+    "scoring.py",
+    "select.py",
+)
+_MAIN_STAGES = ("pooled", "normed", "roped", "stored")
+_INDEX_STAGES = ("pooled", "normed", "roped", "rotated", "stored", "scores", "topk")
+
+
+class Order(Enum):
+    """In which order blocks and steps are taken, and how scores are formed."""
+
+    FUSED = "fused"  # one block through all steps; scores without a per-head tensor
+    UNFUSED = "unfused"  # one step over all blocks; scores through the per-head fp32 tensor
+
+
+@dataclass(frozen=True)
+class EmulatedCandidate:
+    """One emulated candidate; implements :class:`~needlepoint.optimized.interface.Candidate`.
+
+    Attributes
+    ----------
+    key_format
+        ``"bf16"``, ``"fp8"`` or ``"fp4"``; main rows are bf16 beside bf16 keys, else 584 bytes.
+    order
+        Fused or separate steps. The stored bytes are the same.
+    """
+
+    key_format: str
+    order: Order
+
+    @property
+    def info(self) -> CandidateInfo:
+        """Identity; the digest covers every source file that defines a number."""
+        return CandidateInfo(
+            name=f"emulated:{self.order.value}-{self.key_format}",
+            format=self.key_format,
+            device="cpu",
+            profile="needlepoint",
+            variant=f"specification {SPEC_VERSION}, {self.order.value}",
+            source_sha256=source_digest(_SOURCES),
+        )
+
+    def stages(self, ratio: int) -> frozenset[StageKey]:
+        """Return every stage from ``pooled`` to ``topk``; ratio 128 has no indexer, 0 nothing."""
+        main = {(MAIN, stage) for stage in _MAIN_STAGES}
+        if ratio == 4:
+            index = {(INDEX, stage) for stage in _INDEX_STAGES}
+            return frozenset(main | index | {(QUERY, "query"), (QUERY, "weights")})
+        return frozenset(main if ratio == 128 else ())
+
+    def run(self, inputs: LayerInputs) -> Observed:
+        """Compute one layer.
+
+        Raises
+        ------
+        ValueError
+            If a tensor has a wrong shape or dtype or a precondition of the specification does not
+            hold, naming the tensor and the token.
+        """
+        require_preconditions(inputs)
+        dense: dict[StageKey, Tensor] = {}
+        stored: dict[str, PagedRows] = {}
+        for path, side in self._sides(inputs).items():
+            if self.order is Order.FUSED:
+                side.run_fused()
+            else:
+                side.run_separate()
+            dense |= {(path, stage): rows for stage, rows in side.dense.items()}
+            stored[path] = side.paged
+        taken = f"{self.order.value} store, {inputs.ratio} tokens an entry"
+        if inputs.query is None:
+            return Observed(dense=dense, stored=stored, path_taken=taken)
+        query = store_queries(inputs.query, inputs, self.key_format)
+        kind = FusedScorer if self.order is Order.FUSED else UnfusedScorer
+        scorer = kind(query, stored[INDEX], inputs.lengths, inputs.ratio)
+        return Observed(
+            dense=dense,
+            stored=stored,
+            query=query,
+            scores=scorer.read,
+            topk=scorer.select(inputs.topk),
+            peak_transient_bytes=scorer.peak_transient_bytes(inputs.topk),
+            path_taken=f"{taken}; scores in blocks of {scorer.block_rows(0)} queries",
+        )
+
+    def transient_law(self) -> TransientLaw | None:
+        """Measure the transients of unfused scoring at four sizes; None for fused scoring."""
+        return measure_law(unfused_scores) if self.order is Order.UNFUSED else None
+
+    def _sides(self, inputs: LayerInputs) -> dict[str, KeySide]:
+        sides: dict[str, KeySide] = {}
+        if inputs.index is not None:
+            layout = f"index-{self.key_format}"
+            store = STORES[self.key_format]
+            sides[INDEX] = KeySide(inputs.index, inputs, layout, store, rotated=True)
+        if self.key_format == "bf16":
+            layout, store = "main-bf16", store_bf16
+        else:
+            layout, store = "main-584", store_main_fp8
+        sides[MAIN] = KeySide(inputs.main, inputs, layout, store, rotated=False)
+        return sides

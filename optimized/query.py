@@ -1,0 +1,73 @@
+"""S8: the index query and the head weights as they are stored for the score kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from needlepoint.optimized.compressor import widen
+from needlepoint.optimized.exact32 import F32
+from needlepoint.optimized.interface import LayerInputs, QueryInputs, QueryRows
+from needlepoint.optimized.narrow import U8, StoredRows, store_bf16, store_fp4, store_fp8
+from needlepoint.optimized.parallel import over_blocks
+from needlepoint.optimized.rows import hadamard, rope
+
+_ROWS = 128  # head rows of one block
+
+STORES = {"bf16": store_bf16, "fp8": store_fp8, "fp4": store_fp4}
+"""Store of a 128-wide row by format; index keys and queries share it."""
+
+
+def store_queries(given: QueryInputs, inputs: LayerInputs, key_format: str) -> QueryRows:
+    """Rotate and store every query head row, and scale the head weights.
+
+    Parameters
+    ----------
+    given
+        Queries and weights of one layer.
+    inputs
+        The layer: lengths, RoPE table, weight scale.
+    key_format
+        ``"bf16"``, ``"fp8"`` or ``"fp4"``.
+
+    Returns
+    -------
+    QueryRows
+        Codes and scales of every head row; fp8 weights already hold the query scale.
+    """
+    tokens, heads, _ = given.q.shape
+    positions = np.concatenate([np.arange(n) for n in inputs.lengths])
+    table = widen(inputs.rope_table)
+    q = widen(given.q)
+    step = max(1, _ROWS // heads)
+
+    def store(token: int) -> StoredRows:
+        rows = slice(token, token + step)
+        return _store_block(q[rows], table[positions[rows]], key_format)
+
+    parts = over_blocks(store, range(0, tokens, step))
+    values = np.concatenate([p.values for p in parts]).reshape(tokens, heads, -1)
+    scales = np.concatenate([p.scales for p in parts]).reshape(tokens, heads, -1)
+    weights = widen(given.weights) * np.float32(inputs.weight_scale)
+    if key_format == "bf16":
+        codes = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return QueryRows("bf16", codes, None, torch.from_numpy(weights), False)
+    if key_format == "fp4":
+        stored, steps = torch.from_numpy(values), torch.from_numpy(scales)
+        return QueryRows("fp4", stored, steps, torch.from_numpy(weights), False)
+    scale = _plain_scales(scales)
+    folded = torch.from_numpy(weights * scale)
+    return QueryRows("fp8", torch.from_numpy(values), torch.from_numpy(scale), folded, True)
+
+
+def _store_block(q: F32, table: F32, key_format: str) -> StoredRows:
+    """Store ``q`` float32 ``[n, heads, 128]``, rotated by table rows ``[n, 32, 2]``."""
+    channels = np.ascontiguousarray(np.moveaxis(q, -1, 0))
+    cos = np.ascontiguousarray(table[..., 0].T)[..., None]
+    sin = np.ascontiguousarray(table[..., 1].T)[..., None]
+    rotated = hadamard(rope(channels, cos, sin))
+    return STORES[key_format](rotated.reshape(rotated.shape[0], -1))
+
+
+def _plain_scales(scale_bytes: U8) -> F32:
+    return scale_bytes.view("<f4")[..., 0].astype(np.float32)

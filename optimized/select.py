@@ -1,0 +1,42 @@
+"""Exact top-k over index scores, equal scores to the lower entry."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
+    """Return the picks of every query row.
+
+    Score and entry are packed into one integer whose order is the order of selection, so that no
+    two keys are equal and any exact selection returns the same set.
+
+    Parameters
+    ----------
+    scores
+        float32 ``[n, entries]``; only the first ``visible`` columns of a row count.
+    visible
+        int64 ``[n]``, entries that the row may see.
+    k
+        Picks a row.
+
+    Returns
+    -------
+    Tensor
+        int32 ``[n, k]``: entries in ascending order, then -1.
+    """
+    rows, entries = scores.shape
+    picks = torch.full((rows, k), -1, dtype=torch.int32)
+    if not entries:
+        return picks
+    bits = (scores + 0.0).view(torch.int32)  # -0 becomes +0
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    entry = torch.arange(entries)
+    key = (order << 32) + (entries - entry)
+    key.masked_fill_(entry >= visible[:, None], torch.iinfo(torch.int64).min)
+    chosen = torch.topk(key, min(k, entries), sorted=False).indices
+    chosen.masked_fill_(chosen >= visible[:, None], entries)
+    chosen = chosen.sort(dim=1).values.to(torch.int32)
+    picks[:, : chosen.shape[1]] = chosen.masked_fill_(chosen == entries, -1)
+    return picks
