@@ -1,0 +1,113 @@
+"""The price of rows and picks: the reference attention run on the candidate's, query by query.
+
+Attention is a consequence. It is reported beside the stages and never counted: a candidate is not
+charged twice for one fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from needlepoint.optimized.interface import MAIN
+from needlepoint.reference.attention import all_visible, sparse_attention
+from needlepoint.reference.layer import ReferenceLayer
+from needlepoint.reference.rope import rope_rows
+from needlepoint.reference.stages import Projected
+from needlepoint.verify.given import projected_rows
+from needlepoint.verify.row_errors import RowErrors, worst_of
+from needlepoint.verify.stage_blocks import Block
+from needlepoint.verify.stages import ATTENTION
+
+KEY = (MAIN, ATTENTION)
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Queries and window rows of one block under one profile, shared by everything compared.
+
+    Attributes
+    ----------
+    q
+        float64 ``[queries, heads, 512]``.
+    window
+        float64 ``[up to window - 1 earlier tokens and the block's own, 512]``.
+    """
+
+    q: Tensor
+    window: Tensor
+
+
+def attention_inputs(
+    reference: ReferenceLayer, projected: Projected, block: Block
+) -> AttentionInputs:
+    """Return queries and window rows of a block.
+
+    Parameters
+    ----------
+    reference
+        The layer under the profile.
+    projected
+        Projections of the whole request.
+    block
+        The queries.
+    """
+    first = max(0, block.start - reference.config.window_size + 1)
+    near = projected_rows(projected, slice(first, block.stop))
+    rope = rope_rows(
+        reference.frequencies, torch.arange(first, block.stop), reference.arithmetic.rope_table
+    )
+    window = reference.key_side.window_rows(near.window, reference.weights.kv_norm, rope)
+    own = slice(block.start - first, None)
+    q = reference.attention.queries(near.latent[own], rope[own], block.start)
+    return AttentionInputs(q, window)
+
+
+def attend(
+    reference: ReferenceLayer,
+    inputs: AttentionInputs,
+    rows: Tensor,
+    picks: Tensor | None,
+    block: Block,
+) -> Tensor:
+    """Return the attention output over given rows and picks, float64 ``[queries, heads, 512]``.
+
+    Parameters
+    ----------
+    reference
+        The layer under the profile.
+    inputs
+        :func:`attention_inputs` of the block.
+    rows
+        float64 ``[entries, 512]`` main rows of the request. Picks that no query may make are
+        dropped: the selection is judged elsewhere.
+    picks
+        int ``[queries, k]``, or None for every visible entry (ratio 128).
+    block
+        The queries.
+    """
+    if picks is None:
+        picks = all_visible(block.visible, block.entries)
+    legal = (picks >= 0) & (picks < block.visible.unsqueeze(1))
+    return sparse_attention(
+        inputs.q,
+        inputs.window,
+        rows,
+        picks.to(torch.int32).masked_fill(~legal, -1),
+        reference.weights.attn_sink,
+        window_size=reference.config.window_size,
+        precision=reference.arithmetic.probabilities,
+        compute=reference.compute,
+        budget_bytes=reference.budget_bytes,
+    ).to(torch.float64)
+
+
+def attention_errors(candidate: Tensor, reference: Tensor) -> RowErrors:
+    """Return the relative error of every query's output as ``ratio``."""
+    found, expected = candidate.flatten(1), reference.flatten(1)
+    norm = torch.linalg.vector_norm(expected, dim=1, keepdim=True).clamp(min=2.0**-126)
+    elements = (found - expected).abs() / norm
+    row = worst_of(elements, found, expected, torch.zeros_like(elements, dtype=torch.int64))
+    return row.with_ratio(row.relative(2.0**-126))

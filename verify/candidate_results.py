@@ -1,0 +1,168 @@
+"""One candidate over all layers: its verdict, its first divergence, its costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from needlepoint.optimized.interface import CandidateInfo
+from needlepoint.verify.cost import CostTally, cache_bytes_per_token, contract_cost
+from needlepoint.verify.layer_results import uncompressed_layer
+from needlepoint.verify.layer_run import CONTRACT_NAMES, LayerOutcome
+from needlepoint.verify.profiles import profile_of
+from needlepoint.verify.result import (
+    CANNOT_JUDGE,
+    DIFFER,
+    MATCH,
+    CandidateResult,
+    FirstDivergence,
+    FormatCost,
+    Kernel,
+    LayerResult,
+    MemoryLaw,
+    MemoryResult,
+    Profile,
+    StageResult,
+    Verdict,
+)
+from needlepoint.verify.stage_results import row_tensors
+from needlepoint.verify.stages import stage_order
+
+
+@dataclass
+class CandidateOutcome:
+    """What all layers said of one candidate, gathered layer by layer.
+
+    Attributes
+    ----------
+    info
+        Identity and profile.
+    law
+        Law of its transient memory, where it has one.
+    layers
+        Results of its layers.
+    rows
+        Per-row errors by name.
+    """
+
+    info: CandidateInfo
+    law: MemoryLaw | None = None
+    layers: list[LayerResult] = field(default_factory=list)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    costs: dict[str, list[CostTally]] = field(default_factory=dict)
+    entry_bytes: dict[int, float] = field(default_factory=dict)
+    peak_transient_bytes: int = 0
+    paths_taken: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The candidate's name."""
+        return self.info.name
+
+    def add(self, outcome: LayerOutcome, result: LayerResult) -> None:
+        """Add one layer."""
+        self.layers.append(result)
+        for errors in outcome.errors.values():
+            self.rows |= row_tensors(errors, f"{self.name}/layer{outcome.layer}")
+        for contract, tally in outcome.costs.items():
+            self.costs.setdefault(contract, []).append(tally)
+        if outcome.entry_bytes:
+            known = self.entry_bytes.get(outcome.ratio, 0.0)
+            self.entry_bytes[outcome.ratio] = known + outcome.entry_bytes
+        self.peak_transient_bytes = max(self.peak_transient_bytes, outcome.peak_transient_bytes)
+        if outcome.path_taken and outcome.path_taken not in self.paths_taken:
+            self.paths_taken.append(outcome.path_taken)
+
+    def add_uncompressed(self, layer: int, lengths: tuple[int, ...]) -> None:
+        """Add a layer of ratio 0: listed, nothing to judge."""
+        self.layers.append(uncompressed_layer(layer, lengths))
+
+
+def candidate_result(outcome: CandidateOutcome) -> CandidateResult:
+    """Return the result of one candidate."""
+    info = outcome.info
+    profile = profile_of(info)
+    costs = {name: contract_cost(outcome.costs.get(name, [])) for name in CONTRACT_NAMES}
+    return CandidateResult.model_validate(
+        {
+            "name": info.name,
+            "format": info.format,
+            "device": info.device,
+            "kernel": Kernel(
+                variant=info.variant,
+                source_sha256=info.source_sha256,
+                path_taken="; ".join(outcome.paths_taken),
+            ),
+            "profile": Profile(name=profile.name, switches=profile.switches()),
+            "verdict": candidate_verdict(outcome.layers),
+            "first_divergence": first_divergence(outcome.layers),
+            "layers": tuple(outcome.layers),
+            "format_cost": FormatCost(
+                **costs, cache_bytes_per_token=cache_bytes_per_token(outcome.entry_bytes)
+            ),
+            "memory": MemoryResult(
+                peak_transient_bytes=outcome.peak_transient_bytes,
+                law=outcome.law,
+            ),
+        }
+    )
+
+
+def candidate_verdict(layers: list[LayerResult]) -> Verdict:
+    """Return the verdict over layers: a shortfall outweighs a difference."""
+    stages = [stage for layer in layers for stage in layer.stages]
+    judged = [stage.verdict for stage in stages if stage.verdict is not None]
+    if not judged or CANNOT_JUDGE in judged:
+        return CANNOT_JUDGE
+    if DIFFER in judged or any(_accumulated_failed(stage) for stage in stages):
+        return DIFFER
+    return MATCH
+
+
+def first_divergence(layers: list[LayerResult]) -> FirstDivergence | None:
+    """Return the first stage that differs, in layer and stage order, and its worst token.
+
+    Where no stage differs by its own doing but an accumulated error leaves its bound, the first
+    such stage is named: something between two observed stages was lost.
+    """
+    for layer in sorted(layers, key=lambda entry: entry.layer):
+        ordered = sorted(layer.stages, key=lambda s: stage_order((s.path, s.stage)))
+        for fails in (_differs, _accumulated_failed):
+            for stage in ordered:
+                if fails(stage) and stage.worst:
+                    return _divergence(layer, stage, fails is _differs)
+    return None
+
+
+def _divergence(layer: LayerResult, stage: StageResult, local: bool) -> FirstDivergence:
+    worst = stage.worst[0]
+    statistics = stage.local if local else stage.accumulated
+    failed = 0 if statistics is None else statistics.rows_failed
+    detail = f"{failed} of {stage.rows_compared} rows beyond the limit"
+    if not local:
+        detail += "; only the accumulated error: no observed stage shows it by itself"
+    for note in (worst.detail, stage.detail):
+        detail += f"; {note}" if note else ""
+    return FirstDivergence(
+        layer=layer.layer,
+        stage=stage.stage,
+        path=stage.path,
+        request=worst.request,
+        position=worst.position,
+        entry=worst.entry,
+        detail=detail,
+        error=worst.error,
+    )
+
+
+def _differs(stage: StageResult) -> bool:
+    return stage.verdict == DIFFER
+
+
+def _accumulated_failed(stage: StageResult) -> bool:
+    return (
+        stage.kind == "compared"
+        and stage.accumulated is not None
+        and stage.accumulated.rows_failed > 0
+    )

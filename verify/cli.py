@@ -1,0 +1,211 @@
+"""The commands: parse, call, write, exit code. Nothing is computed or formatted here.
+
+Exit codes: 0 match and no gate exceeded, 1 differ or a gate exceeded, 2 cannot judge (wrong usage,
+bad input, a shortfall in what was compared, a crash), 130 interrupted. Results go to standard
+output, progress and errors to standard error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from needlepoint.verify import commands
+from needlepoint.verify.cli_run import Outputs, reader_may_leave, run_app, watched
+from needlepoint.verify.environment import own_version
+from needlepoint.verify.options import (
+    check_device,
+    parse_candidates,
+    parse_contract,
+    parse_layers,
+    parse_number,
+    parse_stages,
+)
+
+app = typer.Typer(
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Verify DeepSeek-V4 compressor and indexer kernels against a reference.",
+)
+
+
+Source = Annotated[
+    str, typer.Option("--input", metavar="mini|synthetic[:KIND]|PATH", help="What to run over.")
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="mini|v4-flash|v4-pro|CONFIG.json", help="Model shapes; default: the input's."
+    ),
+]
+Contract = Annotated[
+    str, typer.Option(metavar="exact|bf16|official", help="What cost is counted against.")
+]
+Candidates = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Repeatable; default: the four emulated candidates."),
+]
+Layers = Annotated[str | None, typer.Option(metavar="2,4-8", help="Layers; default: all.")]
+Tokens = Annotated[str | None, typer.Option(metavar="N", help="Tokens; default: all.")]
+Seed = Annotated[str, typer.Option(metavar="N", help="Seed of weights and synthetic input.")]
+Device = Annotated[str, typer.Option(metavar="cpu", help="Where candidates run.")]
+Stages = Annotated[
+    str | None,
+    typer.Option(metavar="pooled,index.stored", help="Stages to compare; default: all declared."),
+]
+LimitsFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="TOML: scale = X, or [stage] with value = Y.")
+]
+Gates = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATH<=VALUE", help="Repeatable; a figure of each candidate's result."),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the result, row errors beside it.")
+]
+JunitFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite output files.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print the verdict line only.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Print a traceback with an error.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"needlepoint {own_version()}")
+        raise typer.Exit(0)
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+]
+
+
+@app.callback()
+def common(version: Version = False) -> None:
+    """Verify DeepSeek-V4 compressor and indexer kernels against a reference.
+
+    Defaults can stand in [tool.needlepoint] of the nearest pyproject.toml.
+    """
+
+
+@app.command()
+def verify(
+    ctx: typer.Context,
+    input: Source = "mini",
+    model: Model = None,
+    contract: Contract = "bf16",
+    candidate: Candidates = None,
+    layers: Layers = None,
+    tokens: Tokens = None,
+    seed: Seed = "0",
+    device: Device = "cpu",
+    stages: Stages = None,
+    limits: LimitsFile = None,
+    gate: Gates = None,
+    json: JsonFile = None,
+    junitxml: JunitFile = None,
+    force: Force = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Run reference and candidates over an input and judge every stage of every layer."""
+    outputs = Outputs.create(json, junitxml, gate or [], force=force, quiet=quiet)
+    request = commands.VerifyRequest(
+        input=_input(input, model, layers, tokens, seed, device),
+        candidates=parse_candidates(candidate or []),
+        contract=parse_contract(contract),
+        limits=limits,
+        stages=parse_stages(stages),
+    )
+    with watched(ctx.obj, quiet=quiet) as progress:
+        output = commands.run_verify(request, progress)
+    return outputs.finish(output.result, output.rows)
+
+
+@app.command()
+def record(
+    ctx: typer.Context,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; must not exist.")],
+    input: Source = "mini",
+    model: Model = None,
+    contract: Contract = "bf16",
+    candidate: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Default: the reference.")
+    ] = None,
+    layers: Layers = None,
+    tokens: Tokens = None,
+    seed: Seed = "0",
+    device: Device = "cpu",
+    force: Force = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Write the stages of the reference or of one candidate to a folder."""
+    request = commands.RecordRequest(
+        input=_input(input, model, layers, tokens, seed, device),
+        candidate=None if candidate is None else parse_candidates([candidate])[0],
+        contract=parse_contract(contract),
+        out=out,
+        force=force,
+    )
+    with watched(ctx.obj, quiet=quiet) as progress:
+        commands.run_record(request, progress)
+    if not quiet:
+        with reader_may_leave():
+            typer.echo(f"recorded {candidate or 'reference'} to {out}")
+    return 0
+
+
+@app.command()
+def diff(
+    ctx: typer.Context,
+    a: Annotated[Path, typer.Argument(metavar="A", help="Recording to judge against.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Recording to judge.")],
+    contract: Contract = "bf16",
+    layers: Layers = None,
+    stages: Stages = None,
+    limits: LimitsFile = None,
+    gate: Gates = None,
+    json: JsonFile = None,
+    junitxml: JunitFile = None,
+    force: Force = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Judge recording B against recording A."""
+    outputs = Outputs.create(json, junitxml, gate or [], force=force, quiet=quiet)
+    request = commands.DiffRequest(
+        a=a,
+        b=b,
+        contract=parse_contract(contract),
+        layers=parse_layers(layers),
+        limits=limits,
+        stages=parse_stages(stages),
+    )
+    with watched(ctx.obj, quiet=quiet) as progress:
+        output = commands.run_diff(request, progress)
+    return outputs.finish(output.result, output.rows)
+
+
+def _input(
+    source: str, model: str | None, layers: str | None, tokens: str | None, seed: str, device: str
+) -> commands.InputRequest:
+    """Parse the options that say what to run over."""
+    check_device(device)
+    return commands.InputRequest(
+        source=source,
+        model=model,
+        layers=parse_layers(layers),
+        tokens=None if tokens is None else parse_number("--tokens", tokens, 1),
+        seed=parse_number("--seed", seed, 0),
+    )
+
+
+def main() -> int:
+    """Run the command line of this process and return its exit code."""
+    return run_app(app)

@@ -1,0 +1,140 @@
+"""What each command runs: from parsed options to the pipeline's output.
+
+The command line and other callers (a test suite, a notebook) meet here, so nothing in this module
+knows about terminals, files of results or exit codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from needlepoint.verify.inputs import Inputs, load_inputs
+from needlepoint.verify.pipeline import PipelineOutput
+
+from needlepoint.optimized.candidates import create
+from needlepoint.optimized.interface import StageKey
+from needlepoint.reference.profile import CONTRACTS
+from needlepoint.verify import diff, pipeline, record
+from needlepoint.verify.limits import Limits
+from needlepoint.verify.progress import Progress
+from needlepoint.verify.recordings import check_recording_target
+from needlepoint.verify.result import Contract
+
+
+@dataclass(frozen=True)
+class InputRequest:
+    """Which input to load; see :func:`needlepoint.verify.inputs.load_inputs`."""
+
+    source: str
+    model: str | None
+    layers: tuple[int, ...] | None
+    tokens: int | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """Options of ``verify``."""
+
+    input: InputRequest
+    candidates: tuple[str, ...]
+    contract: Contract
+    limits: Path | None
+    stages: frozenset[StageKey] | None
+
+
+@dataclass(frozen=True)
+class RecordRequest:
+    """Options of ``record``; without a candidate the reference is recorded."""
+
+    input: InputRequest
+    candidate: str | None
+    contract: Contract
+    out: Path
+    force: bool
+
+
+@dataclass(frozen=True)
+class DiffRequest:
+    """Options of ``diff``: ``a`` is what ``b`` is judged against."""
+
+    a: Path
+    b: Path
+    contract: Contract
+    layers: tuple[int, ...] | None
+    limits: Path | None
+    stages: frozenset[StageKey] | None
+
+
+def run_verify(request: VerifyRequest, progress: Progress) -> PipelineOutput:
+    """Run reference and candidates over one input and judge every stage.
+
+    Raises
+    ------
+    ValueError
+        Where the input, a candidate or the limits file is not usable.
+    """
+    limits = _limits(request.limits)
+    candidates = tuple(create(name) for name in request.candidates)
+    return pipeline.verify(
+        _inputs(request.input),
+        candidates,
+        contract=CONTRACTS[request.contract],
+        limits=limits,
+        stages=request.stages,
+        progress=progress,
+    )
+
+
+def run_record(request: RecordRequest, progress: Progress) -> None:
+    """Write the stages of the reference or of one candidate to a recording directory.
+
+    Raises
+    ------
+    ValueError
+        Where the input or the candidate is not usable, or the directory cannot be written.
+    """
+    check_recording_target(request.out, force=request.force)
+    candidate = None if request.candidate is None else create(request.candidate)
+    record.record(
+        _inputs(request.input),
+        candidate,
+        request.out,
+        contract=CONTRACTS[request.contract],
+        force=request.force,
+        progress=progress,
+    )
+
+
+def run_diff(request: DiffRequest, progress: Progress) -> PipelineOutput:
+    """Judge recording ``b`` against recording ``a``.
+
+    Raises
+    ------
+    ValueError
+        Where a recording is not usable, or the two do not belong together.
+    """
+    return diff.diff(
+        request.a,
+        request.b,
+        contract=CONTRACTS[request.contract],
+        layers=request.layers,
+        limits=_limits(request.limits),
+        stages=request.stages,
+        progress=progress,
+    )
+
+
+def _limits(path: Path | None) -> Limits:
+    return Limits.default() if path is None else Limits.load(path)
+
+
+def _inputs(request: InputRequest) -> Inputs:
+    return load_inputs(
+        request.source,
+        model=request.model,
+        layers=request.layers,
+        tokens=request.tokens,
+        seed=request.seed,
+    )

@@ -1,0 +1,112 @@
+"""The three contracts of one layer, fed block by block beside the candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from needlepoint.reference.config import ModelConfig
+from needlepoint.reference.layer import ReferenceLayer
+from needlepoint.reference.profile import CONTRACTS, Arithmetic, Precision
+from needlepoint.reference.request import RequestState
+from needlepoint.reference.stages import ChunkStages, Projected
+from needlepoint.reference.weights import LayerWeights
+from needlepoint.verify.given import projected_rows
+
+
+@dataclass(frozen=True)
+class ContractBlock:
+    """What one contract computed for one block of queries.
+
+    Attributes
+    ----------
+    scores
+        ``[queries, entries so far]``, -inf where invisible.
+    picks
+        int32 ``[queries, k]``.
+    """
+
+    scores: Tensor
+    picks: Tensor
+
+
+class Contracts:
+    """The reference under every contract; one request after another, block by block.
+
+    Parameters
+    ----------
+    config, layer, weights
+        The model's layer.
+    names
+        Contracts to run.
+    budget_bytes
+        Bound on the transient tensors of each.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        weights: LayerWeights,
+        names: tuple[str, ...],
+        budget_bytes: int,
+    ) -> None:
+        self._layers = {
+            name: ReferenceLayer(
+                config,
+                layer,
+                weights,
+                CONTRACTS[name],
+                compute=compute_type(CONTRACTS[name]),
+                budget_bytes=budget_bytes,
+            )
+            for name in names
+        }
+        self._states: dict[str, RequestState] = {}
+        self._keys: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def start_request(self) -> None:
+        """Begin the next request."""
+        self._states = {name: layer.new_request() for name, layer in self._layers.items()}
+
+    def feed(self, hidden: Tensor, projected: Projected, rows: slice) -> dict[str, ContractBlock]:
+        """Advance every contract by one block of tokens.
+
+        Parameters
+        ----------
+        hidden
+            ``[tokens, hidden_size]`` of the whole request.
+        projected
+            Its projections, rounded to fp32; the exact contract makes its own.
+        rows
+            Tokens of the block.
+        """
+        found: dict[str, ContractBlock] = {}
+        for name, layer in self._layers.items():
+            state = self._states[name]
+            options = {"keep_scores": True, "attend": False}
+            if layer.arithmetic.projected is Precision.FP32:
+                part = projected_rows(projected, rows)
+                stages = layer.forward_projected(part, state, **options)
+            else:
+                stages = layer.forward(hidden[rows], state, **options)
+            self._keep_keys(name, stages)
+            if stages.scores is not None and stages.topk is not None:
+                found[name] = ContractBlock(stages.scores, stages.topk)
+        return found
+
+    def keys(self) -> Mapping[str, Tensor]:
+        """Return the decoded index keys of everything fed so far: float64 ``[entries, 128]``."""
+        return {name: torch.cat(parts) for name, parts in self._keys.items() if parts}
+
+    def _keep_keys(self, name: str, stages: ChunkStages) -> None:
+        if stages.index is not None:
+            self._keys[name].append(stages.index.stored.values)
+
+
+def compute_type(contract: Arithmetic) -> torch.dtype:
+    """Return the type in which a contract's scores are evaluated."""
+    return torch.float64 if contract.dot is Precision.FLOAT64 else torch.float32

@@ -1,0 +1,169 @@
+"""``needlepoint diff A B``: recording B judged against recording A.
+
+Two recordings of one exact arithmetic (the specification in one format, or the reference under one
+contract) must agree to the bit up to the stored rows and queries; their scores within the bounds of
+both. Any other B is judged by its own profile, replayed from what both sides were given, and A
+shows what that costs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from needlepoint.optimized.interface import CandidateInfo, StageKey
+from needlepoint.reference.profile import CONTRACTS, Arithmetic
+from needlepoint.verify.candidate_results import CandidateOutcome
+from needlepoint.verify.diff_layer import LayerPair, diff_layer
+from needlepoint.verify.environment import collect_environment
+from needlepoint.verify.inputs_checks import tensor_digest
+from needlepoint.verify.limits import Limits
+from needlepoint.verify.pipeline import PipelineOutput, pipeline_output
+from needlepoint.verify.profiles import NEEDLEPOINT, profile_of
+from needlepoint.verify.progress import Progress
+from needlepoint.verify.recordings import Recording, RecordingError, open_recording
+from needlepoint.verify.result import InputInfo
+
+
+def diff(
+    a: Path,
+    b: Path,
+    *,
+    contract: Arithmetic,
+    layers: tuple[int, ...] | None,
+    limits: Limits,
+    stages: frozenset[StageKey] | None,
+    progress: Progress,
+) -> PipelineOutput:
+    """Judge recording ``b`` against recording ``a``, layer by layer.
+
+    Parameters
+    ----------
+    a, b
+        Recording directories.
+    contract
+        Recorded in the result; costs are against ``a``.
+    layers
+        Layers to compare; None for all.
+    limits
+        Limits.
+    stages
+        Stages to compare; None for all.
+    progress
+        Told of long work.
+
+    Raises
+    ------
+    ValueError
+        If a recording is not usable, or the two do not belong together: other requests, layers,
+        stages or model, always with what is missing on which side.
+    """
+    left, right = open_recording(a), open_recording(b)
+    chosen = _matching_layers(left, right, layers)
+    exact = same_arithmetic(left, right)
+    info = _identity(right)
+    if not exact and right.manifest.kind == "reference":
+        raise RecordingError(
+            f"recording {b} is the reference under {info.profile}; it is what others are judged "
+            "against: give it as A"
+        )
+    outcome = CandidateOutcome(info)
+    against = left.manifest.profile.name if left.manifest.profile else contract.name
+    upstream = False
+    progress.start("comparing layers", len(chosen))
+    for layer in chosen:
+        pair = LayerPair(*left.read_layer(layer), *right.read_layer(layer))
+        part, entry, moved = diff_layer(pair, profile_of(info), limits, exact, against, stages)
+        outcome.add(part, entry)
+        upstream |= moved
+        progress.advance()
+    manifest = right.manifest
+    source = InputInfo(
+        name=manifest.input_name or "recording",
+        sha256=manifest.input_sha256 or tensor_digest([right.hidden(chosen[0])]),
+        tokens=sum(manifest.requests),
+        requests=len(manifest.requests),
+        model=manifest.model if isinstance(manifest.model, str) else "recorded",
+        seed=manifest.seed,
+    )
+    output = pipeline_output([outcome], contract.name, collect_environment("cpu"), source)
+    if not upstream:
+        return output
+    named = output.result.model_copy(update={"detail": "upstream"})
+    return PipelineOutput(named, output.rows)
+
+
+def same_arithmetic(left: Recording, right: Recording) -> bool:
+    """Return whether both recordings are of one exact arithmetic, and so equal to the bit.
+
+    That is the reference under one contract, or two candidates of the specification in one format.
+    """
+    one, other = left.manifest, right.manifest
+    if one.kind != other.kind or one.profile != other.profile:
+        return False
+    if one.kind == "reference":
+        return True
+    if one.candidate is None or other.candidate is None:
+        return False
+    specified = one.candidate.profile == other.candidate.profile == NEEDLEPOINT
+    return specified and one.candidate.format == other.candidate.format
+
+
+def _identity(recording: Recording) -> CandidateInfo:
+    manifest = recording.manifest
+    if manifest.kind == "input":
+        raise RecordingError(
+            f"recording {recording.directory} holds input only; record the stages of the reference "
+            "or of a candidate with `needlepoint record`"
+        )
+    if manifest.candidate is not None:
+        return CandidateInfo(**manifest.candidate.model_dump())
+    if manifest.profile is None or manifest.profile.name not in CONTRACTS:
+        raise RecordingError(
+            f"recording {recording.directory}: profile {manifest.profile!r}, expected one of the "
+            f"contracts {', '.join(CONTRACTS)}"
+        )
+    name = manifest.profile.name
+    return CandidateInfo(
+        name="reference",
+        format="bf16",
+        device="cpu",
+        profile=name,
+        variant=f"contract {name}",
+        source_sha256="0" * 64,
+    )
+
+
+def _matching_layers(
+    left: Recording, right: Recording, wanted: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """Return the layers to compare; refuse recordings that do not belong together."""
+    for recording in (left, right):
+        _identity(recording)
+    for what in ("model", "requests"):
+        one, other = getattr(left.manifest, what), getattr(right.manifest, what)
+        if one != other:
+            raise RecordingError(
+                f"{what} {one!r} in {left.directory}, {other!r} in {right.directory}; expected two "
+                "recordings of one run"
+            )
+    layers = left.layers if wanted is None else wanted
+    for recording in (left, right):
+        names = recording.layers if wanted is None else ()
+        for layer in sorted({*layers, *names, *(left.layers if wanted is None else ())}):
+            if layer not in recording.layers:
+                raise RecordingError(
+                    f"layer {layer} is not in {recording.directory}, which has "
+                    f"{list(recording.layers)}; expected the same layers on both sides"
+                )
+    for layer in layers:
+        one, other = set(left.record(layer).stages), set(right.record(layer).stages)
+        for recording, missing in ((left, other - one), (right, one - other)):
+            if missing:
+                names = ", ".join(".".join(key) for key in sorted(missing))
+                raise RecordingError(
+                    f"layer {layer}: stage {names} is missing in {recording.directory}; expected "
+                    "the same stages on both sides"
+                )
+    if not layers:
+        raise RecordingError(f"recording {left.directory} has no layers; nothing to compare")
+    return tuple(layers)

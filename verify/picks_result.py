@@ -1,0 +1,44 @@
+"""From the judgement of picks to the result's ``topk``."""
+
+from __future__ import annotations
+
+from needlepoint.verify.layer_run import LayerOutcome
+from needlepoint.verify.result import Swaps, TopkResult
+from needlepoint.verify.selection import Swap
+from needlepoint.verify.spread import finite
+
+
+def topk_result(outcome: LayerOutcome, k: int, contract: str) -> TopkResult | None:
+    """Return the selection of a layer; None where the candidate has no picks.
+
+    Parameters
+    ----------
+    outcome
+        The layer.
+    k
+        Entries to pick.
+    contract
+        Contract that overlap and score lost are against.
+    """
+    picks = outcome.picks
+    if picks is None:
+        return None
+    cost = outcome.costs.get(contract)
+    overlap = None if cost is None else cost.overlap_rows
+    lost = None if cost is None else cost.lost_rows
+    return TopkResult(
+        k=k,
+        rows=len(picks.invalid),
+        discarded_mean=finite(picks.discarded.mean().item()),
+        overlap_mean=None if overlap is None else finite(overlap.mean().item()),
+        overlap_min=None if overlap is None else finite(overlap.min().item()),
+        swaps=Swaps(
+            tie=picks.count(Swap.TIE),
+            explained=picks.count(Swap.EXPLAINED),
+            selector=picks.count(Swap.SELECTOR),
+            unknown=picks.count(Swap.UNKNOWN),
+            upstream=picks.count(Swap.UPSTREAM),
+        ),
+        score_lost_max=None if lost is None else finite(lost.max().item()),
+        invalid=int(picks.invalid.sum()),
+    )

@@ -1,0 +1,187 @@
+"""The main job: inputs, reference and candidates in; one result and its per-row errors out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from needlepoint.optimized.interface import Candidate, StageKey
+from needlepoint.reference.profile import Arithmetic
+from needlepoint.verify.candidate_results import CandidateOutcome, candidate_result
+from needlepoint.verify.environment import collect_environment
+from needlepoint.verify.inputs import Inputs
+from needlepoint.verify.layer_results import layer_result
+from needlepoint.verify.layer_run import LayerRun, observe
+from needlepoint.verify.limits import Limits
+from needlepoint.verify.memory_law import transient_law
+from needlepoint.verify.progress import Progress
+from needlepoint.verify.result import (
+    CANNOT_JUDGE,
+    SCHEMA,
+    Counts,
+    Environment,
+    InputInfo,
+    Result,
+    StageRef,
+    Verdict,
+    worst_verdict,
+)
+
+
+@dataclass(frozen=True)
+class PipelineOutput:
+    """A result and the per-row errors that go beside it.
+
+    Attributes
+    ----------
+    result
+        The record that every surface is made from.
+    rows
+        ``candidate/layerN/path/stage/local|accumulated|relative`` to row errors, [rows].
+    """
+
+    result: Result
+    rows: Mapping[str, Tensor]
+
+
+def verify(
+    inputs: Inputs,
+    candidates: Sequence[Candidate],
+    *,
+    contract: Arithmetic,
+    limits: Limits,
+    stages: frozenset[StageKey] | None,
+    progress: Progress,
+) -> PipelineOutput:
+    """Run reference and candidates over an input and judge every stage of every layer.
+
+    Parameters
+    ----------
+    inputs
+        Hidden states, weights, layers and requests.
+    candidates
+        What to judge, each by the profile that it declares.
+    contract
+        What overlap and score lost are reported against; never decides the verdict.
+    limits
+        Limits, fixed before the run.
+    stages
+        Stages to compare; None for all that a candidate declares.
+    progress
+        Told of long work.
+
+    Raises
+    ------
+    ValueError
+        If nothing can be judged: no candidate, a candidate that raises or changes its inputs, or
+        pages that are not what they are declared to be.
+    """
+    _require_distinct(candidates)
+    outcomes = [CandidateOutcome(c.info, transient_law(c)) for c in candidates]
+    for layer in inputs.layers:
+        if inputs.config.ratio(layer) == 0:
+            for outcome in outcomes:
+                outcome.add_uncompressed(layer, inputs.requests)
+            continue
+        progress.start(f"layer {layer}: projections", 1 + len(candidates))
+        run = LayerRun(inputs, layer, limits)
+        observed = []
+        for candidate in candidates:
+            progress.advance()
+            observed.append((candidate, observe(candidate, run.given)))
+        found = run.judge(observed, progress)
+        for outcome, candidate, part in zip(outcomes, candidates, found, strict=True):
+            declared = candidate.stages(run.given.ratio)
+            entry = layer_result(part, declared, run.given, limits, contract.name, wanted=stages)
+            outcome.add(part, entry)
+    device = "cuda" if any(c.info.device == "cuda" for c in candidates) else "cpu"
+    source = InputInfo(
+        name=inputs.name,
+        sha256=inputs.sha256,
+        tokens=inputs.tokens,
+        requests=len(inputs.requests),
+        model=inputs.config.name,
+        seed=inputs.seed,
+    )
+    return pipeline_output(outcomes, contract.name, collect_environment(device), source)
+
+
+def pipeline_output(
+    outcomes: Sequence[CandidateOutcome],
+    contract: str,
+    environment: Environment,
+    source: InputInfo,
+) -> PipelineOutput:
+    """Return the result of judged candidates, and their row errors.
+
+    Parameters
+    ----------
+    outcomes
+        One for each candidate, all layers added.
+    contract
+        Name of the contract of the run.
+    environment
+        Where the run was made.
+    source
+        What both sides were given.
+    """
+    results = tuple(candidate_result(outcome) for outcome in outcomes)
+    counts = count_stages(outcomes)
+    verdict: Verdict = worst_verdict(result.verdict for result in results)
+    if counts.compared == 0 or counts.compared < counts.expected:
+        verdict = CANNOT_JUDGE
+    result = Result.model_validate(
+        {
+            "schema": SCHEMA,
+            "verdict": verdict,
+            "detail": None if counts.compared else "nothing was compared",
+            "contract": contract,
+            "environment": environment,
+            "input": source,
+            "counts": counts,
+            "candidates": results,
+        }
+    )
+    rows = {name: row for outcome in outcomes for name, row in outcome.rows.items()}
+    return PipelineOutput(result, rows)
+
+
+def count_stages(outcomes: Sequence[CandidateOutcome]) -> Counts:
+    """Return how many declared stages were compared, and which were not."""
+    skipped, not_covered = [], []
+    expected = compared = 0
+    for outcome in outcomes:
+        for layer in outcome.layers:
+            for stage in layer.stages:
+                reference = StageRef(
+                    candidate=outcome.name,
+                    layer=layer.layer,
+                    stage=stage.stage,
+                    path=stage.path,
+                    reason=stage.detail or "",
+                )
+                if stage.kind == "not covered":
+                    not_covered.append(reference)
+                elif stage.kind == "skipped":
+                    expected += 1
+                    skipped.append(reference)
+                elif stage.kind == "compared":
+                    expected += 1
+                    compared += 1
+    return Counts(
+        expected=expected,
+        compared=compared,
+        skipped=tuple(skipped),
+        not_covered=tuple(not_covered),
+    )
+
+
+def _require_distinct(candidates: Sequence[Candidate]) -> None:
+    names = [candidate.info.name for candidate in candidates]
+    if not names:
+        raise ValueError("no candidate: name at least one with --candidate")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"candidate {repeated[0]} is named twice; name every candidate once")

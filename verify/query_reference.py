@@ -1,0 +1,149 @@
+"""The profile's reference of the query side, block by block, shared by all of one profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from needlepoint.optimized.interface import LayerInputs
+from needlepoint.reference.indexer import index_scores
+from needlepoint.reference.profile import Arithmetic, Precision
+from needlepoint.reference.topk import select_topk
+from needlepoint.verify.bounds import ScoreBound, stored_enclosure
+from needlepoint.verify.enclosure import Enclosure, exact, query_rotated, rounding, weights
+from needlepoint.verify.key_side import KeyReference
+from needlepoint.verify.rows import Rows
+from needlepoint.verify.stage_blocks import Block
+
+
+@dataclass(frozen=True)
+class ReferenceBlock:
+    """The reference of one block of queries.
+
+    Attributes
+    ----------
+    query
+        ``[queries, heads, 128]``, what the query store receives.
+    stored
+        Same shape, what a query store may hold.
+    weights
+        ``[queries, heads]`` head weights, before their rounding point.
+    scores, bound
+        ``[queries, columns]`` and their a-priori bound, all entries that a query of the block may
+        see.
+    picks
+        int32 ``[queries, k]``.
+    """
+
+    query: Enclosure
+    stored: Enclosure
+    weights: Enclosure
+    scores: Tensor
+    bound: Tensor
+    picks: Tensor
+
+
+class RotatedQueries:
+    """Queries of one layer after RoPE and Hadamard; the last block is kept for other profiles."""
+
+    def __init__(self, inputs: LayerInputs) -> None:
+        if inputs.query is None:
+            raise ValueError(f"layer {inputs.layer} of ratio {inputs.ratio} has no query path")
+        self._given = inputs.query
+        self._scale = inputs.weight_scale
+        self._table = inputs.rope_table.to(torch.float64)
+        self._kept: dict[tuple[object, ...], Enclosure] = {}
+        self._rows = slice(0, 0)
+
+    def query(self, block: Block, arithmetic: Arithmetic) -> Enclosure:
+        """Return what the query store receives."""
+        if block.rows != self._rows:
+            self._kept, self._rows = {}, block.rows
+        key = (arithmetic.roped, arithmetic.rotated, arithmetic.hadamard)
+        if key not in self._kept:
+            table = self._table[block.positions].unsqueeze(1)
+            given = exact(self._given.q[block.rows])
+            self._kept[key] = query_rotated(given, table, arithmetic)
+        return self._kept[key]
+
+    def weights(self, block: Block) -> Enclosure:
+        """Return the head weights before their rounding point."""
+        return weights(self._given.weights[block.rows], self._scale)
+
+
+class QueryReference:
+    """Reference of the query side under one profile.
+
+    Parameters
+    ----------
+    inputs
+        Given tensors of the layer.
+    arithmetic
+        Profile.
+    keys
+        The profile's reference of the index path.
+    queries
+        Rotated queries, shared by profiles.
+    """
+
+    def __init__(
+        self,
+        inputs: LayerInputs,
+        arithmetic: Arithmetic,
+        keys: KeyReference,
+        queries: RotatedQueries,
+    ) -> None:
+        self.arithmetic = arithmetic
+        self._scoring = unrounded_fp32(arithmetic)
+        self._queries = queries
+        self._k = inputs.topk
+        stored = stored_enclosure(keys.to_store, arithmetic.index_key)
+        counts = Rows(inputs.lengths, inputs.ratio)
+        self.keys = [stored.rows(counts.span(r)) for r in range(len(inputs.lengths))]
+        self._bounds = [ScoreBound.of_keys(rows, arithmetic) for rows in self.keys]
+        self._last: tuple[slice, ReferenceBlock] | None = None
+
+    def block(self, block: Block) -> ReferenceBlock:
+        """Return the reference of one block; the last one is kept."""
+        if self._last is None or self._last[0] != block.rows:
+            self._last = (block.rows, self._compute(block))
+        return self._last[1]
+
+    def score(
+        self,
+        block: Block,
+        query: Enclosure,
+        weight: Enclosure,
+        keys: Enclosure,
+        bound: ScoreBound,
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores over the block's columns and their bound."""
+        columns = block.columns
+        scores = index_scores(
+            query.value, weight.value, keys.value[:columns], block.visible, self._scoring
+        )
+        return scores, bound.of_queries(query, weight, columns)
+
+    def _compute(self, block: Block) -> ReferenceBlock:
+        query = self._queries.query(block, self.arithmetic)
+        stored = stored_enclosure(query, self.arithmetic.index_query)
+        weight = self._queries.weights(block)
+        held = rounding(weight, self.arithmetic.weights)
+        request = block.request
+        scores, bound = self.score(block, stored, held, self.keys[request], self._bounds[request])
+        return ReferenceBlock(query, stored, weight, scores, bound, select_topk(scores, self._k))
+
+
+def unrounded_fp32(arithmetic: Arithmetic) -> Arithmetic:
+    """Return the score chain with its fp32 points left in float64.
+
+    fp32 evaluation is what the a-priori bound pays for; only roundings to bf16 are meant.
+    """
+    points = {
+        name: Precision.FLOAT64
+        for name in ("dot", "weighted", "head_sum")
+        if getattr(arithmetic, name) is Precision.FP32
+    }
+    return replace(arithmetic, **points)  # type: ignore[arg-type]

@@ -1,0 +1,231 @@
+"""Query side of one layer: query, weights, scores and picks, block by block of queries.
+
+A block is small enough that its scores fit a budget, so a long prompt is judged without a
+[queries, entries] matrix. The local reference of ``scores`` reads the keys, queries and weights
+that the candidate itself observed; that of ``topk`` reads the candidate's own scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from needlepoint.optimized.interface import (
+    INDEX,
+    QUERY,
+    LayerInputs,
+    Observed,
+    QueryRows,
+    StageKey,
+)
+from needlepoint.reference.topk import select_topk
+from needlepoint.verify.bounds import ScoreBound
+from needlepoint.verify.compare import compare_dense, compare_masked_scores
+from needlepoint.verify.compare_codes import compare_encoded
+from needlepoint.verify.enclosure import exact, rounding
+from needlepoint.verify.key_side import StageErrors
+from needlepoint.verify.limits import Limits
+from needlepoint.verify.query_reference import QueryReference
+from needlepoint.verify.row_errors import RowErrors
+from needlepoint.verify.rows import Rows
+from needlepoint.verify.selection import PickErrors, Swap, judge_picks
+from needlepoint.verify.stage_blocks import Block
+from needlepoint.verify.stage_results import zero_errors
+from needlepoint.verify.stages import QUERIES, SCORES, TOPK, WEIGHTS
+from needlepoint.verify.stored_rows import (
+    StoredRows,
+    decoded_queries,
+    encoded_queries,
+    replayable,
+    unfolded_weights,
+)
+
+_LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True)
+class BlockJudgement:
+    """What one block of queries says of one candidate.
+
+    Attributes
+    ----------
+    errors
+        Row errors of each compared stage.
+    picks
+        Swaps against the profile's reference; None where the candidate has no picks.
+    candidate_picks
+        int ``[queries, k]``; None likewise.
+    reference_picks
+        int32 ``[queries, k]`` of the profile's reference.
+    """
+
+    errors: Mapping[StageKey, StageErrors]
+    picks: PickErrors | None
+    candidate_picks: Tensor | None
+    reference_picks: Tensor
+
+
+class QueryJudge:
+    """Judges the query side of one candidate.
+
+    Parameters
+    ----------
+    inputs
+        Given tensors of the layer.
+    observed
+        What the candidate returned.
+    reference
+        Reference of the query side under the candidate's profile.
+    stored
+        Index rows as read from the candidate's pages, or None where it stores none.
+    limits
+        Limits; ``topk`` scales the bound that explains a swap.
+    """
+
+    def __init__(
+        self,
+        inputs: LayerInputs,
+        observed: Observed,
+        reference: QueryReference,
+        stored: StoredRows | None,
+        limits: Limits,
+    ) -> None:
+        self._inputs = inputs
+        self._observed = observed
+        self._reference = reference
+        self._limits = limits
+        self._keys = reference.keys
+        if stored is not None:
+            own = exact(replayable(stored.values))
+            counts = Rows(inputs.lengths, inputs.ratio)
+            self._keys = [own.rows(counts.span(r)) for r in range(len(inputs.lengths))]
+        self._bounds = [ScoreBound.of_keys(rows, reference.arithmetic) for rows in self._keys]
+
+    def judge(self, block: Block) -> BlockJudgement:
+        """Judge one block of queries."""
+        meant = self._reference.block(block)
+        errors: dict[StageKey, StageErrors] = {}
+        profile = self._reference.arithmetic
+        query, weight = meant.stored, rounding(meant.weights, profile.weights)
+        if self._observed.query is not None:
+            part = query_rows(self._observed.query, block.rows)
+            own = encoded_queries(part, profile.index_query)
+            row = compare_encoded(own, meant.query, profile.index_query)
+            errors[QUERY, QUERIES] = StageErrors((QUERY, QUERIES), row, row)
+            own_weights = unfolded_weights(part)
+            row = compare_dense(own_weights, meant.weights, profile.weights)
+            errors[QUERY, WEIGHTS] = StageErrors((QUERY, WEIGHTS), row, row)
+            query = exact(replayable(decoded_queries(part, profile.index_query)))
+            weight = exact(replayable(own_weights))
+        request = block.request
+        replayed, radius = self._reference.score(
+            block, query, weight, self._keys[request], self._bounds[request]
+        )
+        own_scores = self._own_scores(block)
+        if own_scores is not None:
+            errors[INDEX, SCORES] = StageErrors(
+                (INDEX, SCORES),
+                _compare_scores(own_scores, replayed, radius, block),
+                _compare_scores(own_scores, meant.scores, meant.bound, block),
+            )
+            replayed, radius = usable_scores(own_scores, block), torch.zeros(())
+        if self._observed.topk is None:
+            return BlockJudgement(errors, None, None, meant.picks)
+        picks = self._observed.topk[block.rows]
+        local = self._judge_picks(block, picks, replayed, radius, replayed, radius)
+        swaps = self._judge_picks(block, picks, replayed, radius, meant.scores, meant.bound)
+        errors[INDEX, TOPK] = StageErrors((INDEX, TOPK), pick_rows(local), pick_rows(swaps))
+        return BlockJudgement(errors, swaps, picks, meant.picks)
+
+    def _judge_picks(
+        self,
+        block: Block,
+        picks: Tensor,
+        own: Tensor,
+        own_radius: Tensor,
+        reference: Tensor,
+        bound: Tensor,
+    ) -> PickErrors:
+        k = self._inputs.topk
+        return judge_picks(
+            picks,
+            select_topk(reference, k),
+            own,
+            reference,
+            bound.expand_as(reference),
+            block.visible,
+            k,
+            own_radius=own_radius.expand_as(own),
+            limit=self._limits[TOPK].value,
+        )
+
+    def _own_scores(self, block: Block) -> Tensor | None:
+        if self._observed.scores is None:
+            return None
+        found = self._observed.scores(block.request, block.start, block.stop)
+        wanted = (block.stop - block.start, block.entries)
+        if tuple(found.shape) != wanted:
+            raise ValueError(
+                f"layer {self._inputs.layer} scores of request {block.request}: shape "
+                f"{tuple(found.shape)}, expected {wanted}"
+            )
+        return found
+
+
+def query_rows(query: QueryRows, rows: slice) -> QueryRows:
+    """Return the stored queries of some tokens."""
+    return replace(
+        query,
+        codes=query.codes[rows],
+        scales=None if query.scales is None else query.scales[rows],
+        weights=query.weights[rows],
+    )
+
+
+def usable_scores(scores: Tensor, block: Block) -> Tensor:
+    """Return scores that a selection can be replayed from, ``[queries, columns]``.
+
+    Finite where visible (NaN and infinity count as the lowest score), -inf elsewhere.
+    """
+    wide = scores[:, : block.columns].to(torch.float64)
+    wide = torch.where(torch.isfinite(wide), wide, _LOWEST)
+    return wide.masked_fill(torch.arange(block.columns) >= block.visible.unsqueeze(1), -torch.inf)
+
+
+def pick_rows(picks: PickErrors) -> RowErrors:
+    """Return the judgement of picks as row errors.
+
+    A row's error is the largest gap of an explained swap in units of its bound, infinite where a
+    pick is invalid or a swap is nobody's but the selection's or the scores'. ``expected`` is the
+    best entry that was lost and ``found`` the one that took its place, -1 where none was.
+    """
+    rows, swaps = len(picks.invalid), picks.swaps
+    gap = torch.where(swaps.kind == Swap.EXPLAINED, swaps.gap / swaps.bound, 0.0)
+    ratio = torch.zeros(rows, dtype=torch.float64)
+    ratio.scatter_reduce_(0, swaps.row, gap.clamp(min=0.0), "amax")
+    order = swaps.rank.sort(stable=True).indices
+    place = torch.full((rows,), len(order), dtype=torch.int64)
+    place.scatter_reduce_(0, swaps.row[order], torch.arange(len(order)), "amin")
+    swapped = place < len(order)
+    at = order[place[swapped]]
+    lost = torch.full((rows,), -1, dtype=torch.int64)
+    gained = lost.clone()
+    lost[swapped], gained[swapped] = swaps.lost[at], swaps.gained[at]
+    return zero_errors(rows).with_entries(
+        torch.where(picks.failed(), math.inf, ratio), picks.counts.sum(1), lost, gained
+    )
+
+
+def _compare_scores(own: Tensor, reference: Tensor, bound: Tensor, block: Block) -> RowErrors:
+    """Compare the columns that some query sees; the others must be -inf throughout."""
+    columns = block.columns
+    if columns == 0:
+        row = zero_errors(len(own))
+    else:
+        row = compare_masked_scores(own[:, :columns], reference, bound, block.visible)
+    shown = ~torch.isneginf(own[:, columns:]).all(1)
+    return row.with_ratio(torch.where(shown, math.inf, row.ratio))

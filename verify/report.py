@@ -1,0 +1,218 @@
+"""The terminal report, made from a result alone.
+
+The first line holds the verdict and the first divergence. Everything after it is for the reader who
+goes on: stages by layer, selection, cost, memory, what was not looked at, and where it ran. Plain
+text carries all meaning; colour repeats it. Order follows the result and never a set or the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from needlepoint.verify.report_tables import (
+    cost_table,
+    gate_table,
+    stage_table,
+    topk_table,
+    worst_table,
+)
+from needlepoint.verify.result import DIFFER, CandidateResult, LayerResult, Result, Verdict
+from needlepoint.verify.summary import details, headline, layers_with, number, some
+
+STYLES: dict[Verdict, str] = {
+    "match": "bold green",
+    "differ": "bold red",
+    "cannot-judge": "bold yellow",
+}
+FULL_LAYERS = 4
+"""More matching layers than this are folded into one line, so that a deep model stays readable."""
+
+
+def print_report(result: Result, console: Console, *, brief: bool = False) -> None:
+    """Print the report of a result.
+
+    Parameters
+    ----------
+    result
+        The result.
+    console
+        Where to print; its width is respected down to 80 columns.
+    brief
+        Print the first line alone.
+    """
+    console.print(_styled(result.verdict, headline(result)), soft_wrap=True)
+    if brief:
+        return
+    for line in details(result):
+        console.print(_indent(line))
+    for part in _parts(result):
+        console.print()
+        console.print(part)
+
+
+def _parts(result: Result) -> Iterable[RenderableType]:
+    """Yield the sections in order."""
+    for candidate in result.candidates:
+        yield _candidate(candidate)
+    if result.candidates:
+        title = f"Cost against the contracts (this run's contract: {result.contract})"
+        yield Group(Text(title), _indent(cost_table(result)))
+    memory = [line for c in result.candidates for line in _memory(c)]
+    if memory:
+        yield _list("Transient memory", memory)
+    if result.gates:
+        yield Group(Text("Gates"), _indent(gate_table(result.gates)))
+    yield _list("Coverage", _coverage(result))
+    yield _list("Run", _run(result))
+
+
+def _styled(verdict: Verdict, line: str) -> Text:
+    """Return a line whose verdict word is coloured."""
+    text = Text(line)
+    text.highlight_words([verdict], STYLES[verdict])
+    return text
+
+
+def _list(title: str, lines: Iterable[str]) -> RenderableType:
+    """Return a titled list."""
+    return Group(Text(title), *(_indent(line) for line in lines))
+
+
+def _indent(content: Table | str) -> Padding:
+    """Return a table or line moved right by two columns, wrapped lines included."""
+    return Padding(
+        content if isinstance(content, Table) else Text(content), (0, 0, 0, 2), expand=False
+    )
+
+
+def _candidate(candidate: CandidateResult) -> RenderableType:
+    """Return one candidate: identity, stages by layer, selection, worst tokens."""
+    kernel, profile = candidate.kernel, candidate.profile
+    parts: list[RenderableType] = [
+        _styled(candidate.verdict, f"{candidate.name}  {candidate.verdict}"),
+        _indent(
+            f"{candidate.format} on {candidate.device}, profile {profile.name}, "
+            f"kernel {kernel.variant}, path {kernel.path_taken or '-'}, "
+            f"source {kernel.source_sha256[:12] or '-'}"
+        ),
+    ]
+    shown, folded = _fold(candidate.layers)
+    if shown:
+        title = "worst row of each stage, errors in units of the limit"
+        parts += [_indent(title), _indent(stage_table(shown))]
+    if folded:
+        parts.append(_indent(_folded_line(candidate, folded)))
+    failing = [layer for layer in shown if _differs(layer)]
+    if failing:
+        parts += [_indent("worst tokens of stages that differ"), _indent(worst_table(failing))]
+    if any(layer.topk is not None for layer in shown):
+        title = "selection: overlap and score lost (score RMS) against the contract"
+        parts += [_indent(title), _indent(topk_table(shown))]
+    return Group(*parts)
+
+
+def _differs(layer: LayerResult) -> bool:
+    return any(stage.verdict == DIFFER for stage in layer.stages)
+
+
+def _clean(layer: LayerResult) -> bool:
+    return all(stage.verdict in (None, "match") for stage in layer.stages)
+
+
+def _fold(layers: tuple[LayerResult, ...]) -> tuple[list[LayerResult], list[LayerResult]]:
+    """Return layers to print in full and matching layers to fold into one line."""
+    clean = [layer for layer in layers if _clean(layer)]
+    if len(clean) <= FULL_LAYERS:
+        return list(layers), []
+    return [layer for layer in layers if not _clean(layer)], clean
+
+
+def _folded_line(candidate: CandidateResult, folded: list[LayerResult]) -> str:
+    """Return the one line of folded layers, with the row that came closest to its limit."""
+    names = layers_with(candidate.layers, {layer.layer for layer in folded})
+    closest = max(
+        (
+            (stage.local.error.max, -layer.layer, f"{stage.path}.{stage.stage}")
+            for layer in folded
+            for stage in layer.stages
+            if stage.local is not None and stage.local.error.max is not None
+        ),
+        default=None,
+    )
+    line = f"layers {names}: match"
+    if closest is None:
+        return line
+    return f"{line}; closest to its limit: layer {-closest[1]} {closest[2]} at {number(closest[0])}"
+
+
+def _memory(candidate: CandidateResult) -> list[str]:
+    """Return measured and predicted transient memory."""
+    memory = candidate.memory
+    lines: list[str] = []
+    if memory.peak_transient_bytes is not None:
+        lines.append(f"{candidate.name}: peak {memory.peak_transient_bytes:,} B")
+    law = memory.law
+    if law is not None:
+        lines.append(
+            f"{candidate.name}: {number(law.bytes_per_product)} B x queries x heads x keys, "
+            f"fitted to {len(law.points)} sizes; predicted for {law.predicted_tokens:,} tokens "
+            f"(not allocated): {law.predicted_bytes / 2**30:.2f} GiB"
+        )
+    return lines
+
+
+def _coverage(result: Result) -> list[str]:
+    """Return what was compared, given, not covered and skipped."""
+    counts = result.counts
+    lines = [f"compared: {counts.compared} of {counts.expected} stages"]
+    for kind in ("given", "consequence"):
+        names: dict[str, None] = {}
+        for candidate in result.candidates:
+            for layer in candidate.layers:
+                for stage in layer.stages:
+                    if stage.kind == kind:
+                        names[f"{stage.path}.{stage.stage}"] = None
+        lines.append(f"{kind}: {', '.join(names) or 'none'}")
+    lines.append(f"not covered: {_not_covered(result)}")
+    skipped = [
+        f"{r.candidate} layer {r.layer} {r.path}.{r.stage}" + (f" ({r.reason})" if r.reason else "")
+        for r in counts.skipped
+    ]
+    lines.append(f"skipped: {some(skipped) or 'none'}")
+    return lines
+
+
+def _not_covered(result: Result) -> str:
+    """Return undeclared stages, each with its layers and, where not all, its candidates."""
+    layers_of: dict[tuple[str, str], set[int]] = {}
+    for ref in result.counts.not_covered:
+        layers_of.setdefault((f"{ref.path}.{ref.stage}", ref.candidate), set()).add(ref.layer)
+    every = {c.name: c.layers for c in result.candidates}
+    candidates_of: dict[str, list[str]] = {}
+    for (stage, candidate), numbers in layers_of.items():
+        item = f"{stage} (layer {layers_with(every.get(candidate, ()), numbers)})"
+        candidates_of.setdefault(item, []).append(candidate)
+    items = [
+        item if len(names) == len(every) else f"{item} of {', '.join(names)}"
+        for item, names in candidates_of.items()
+    ]
+    return "; ".join(items) or "none"
+
+
+def _run(result: Result) -> list[str]:
+    """Return input and environment."""
+    given, env = result.input, result.environment
+    extra = [f"model {given.model}"] if given.model is not None else []
+    extra += [f"seed {given.seed}"] if given.seed is not None else []
+    requests = f"{given.requests} request" + ("" if given.requests == 1 else "s")
+    extra.append(f"sha256 {given.sha256[:12]}")
+    return [
+        f"input {given.name}, {given.tokens:,} tokens in {requests}, {', '.join(extra)}",
+        f"needlepoint {env.needlepoint}, torch {env.torch}, numpy {env.numpy}, python {env.python}",
+        f"{env.platform}, {env.cpu}, {env.threads} threads, device {env.device}, world {env.world}",
+    ]

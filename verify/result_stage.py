@@ -1,0 +1,105 @@
+"""Stage, top-k and layer parts of ``needlepoint.result/1``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from needlepoint.verify.result_base import Count, Kind, Number, Path, Record, StageName, Verdict
+
+
+class StageLimit(Record):
+    """The limit a stage is judged by, fixed before the run."""
+
+    value: Number
+    unit: str
+    derivation: str
+
+
+class Spread(Record):
+    """Maximum, mean and 99th percentile over rows; null where not finite."""
+
+    max: Number | None
+    mean: Number | None
+    p99: Number | None
+
+
+class ErrorStats(Record):
+    """Row errors of one stage."""
+
+    error: Spread
+    """Row errors in units of the stage's limit: 1 is the limit itself."""
+    relative: Spread | None = None
+    """``norm(c - r) / max(norm(r), floor)``."""
+    distance_max: Count | None = None
+    """Largest ULP or code distance of any element."""
+    distance_unit: Literal["ulp", "codes"] | None = None
+    rows_failed: Count = 0
+    rows_not_finite: Count = 0
+    """Rows whose error is NaN or infinite, for example where the bound is zero."""
+
+
+class WorstRow(Record):
+    """One row among the worst of its stage."""
+
+    request: Count
+    position: Count
+    entry: Count | None
+    """Entry of a key-side row; null for a query-side row."""
+    dim: Count | None
+    error: Number | None
+    """In units of the stage's limit; null where not finite."""
+    expected: Number | None
+    found: Number | None
+    detail: str | None = None
+    """What the numbers cannot say, for example ``found is nan``."""
+
+
+class StageResult(Record):
+    """One stage of one layer on one path."""
+
+    stage: StageName
+    path: Path
+    kind: Kind
+    verdict: Verdict | None
+    """Null for stages that are not judged: given, consequence, not covered."""
+    rows_expected: Count
+    rows_compared: Count
+    limit: StageLimit | None = None
+    local: ErrorStats | None = None
+    accumulated: ErrorStats | None = None
+    worst: tuple[WorstRow, ...] = ()
+    detail: str | None = None
+
+
+class Swaps(Record):
+    """Picks that differ from the profile's reference, by class."""
+
+    tie: Count = 0
+    explained: Count = 0
+    selector: Count = 0
+    unknown: Count = 0
+    upstream: Count = 0
+    """Justified by the candidate's own scores, but wider than the a-priori limit of scores."""
+
+
+class TopkResult(Record):
+    """Selection of one layer: swaps against the profile, overlap and loss against the contract."""
+
+    k: Count
+    rows: Count
+    discarded_mean: Number | None
+    overlap_mean: Number | None
+    overlap_min: Number | None
+    swaps: Swaps
+    score_lost_max: Number | None
+    """In units of the row's score RMS."""
+    invalid: Count
+
+
+class LayerResult(Record):
+    """Everything judged in one layer."""
+
+    layer: Count
+    ratio: Count
+    stages: tuple[StageResult, ...]
+    topk: TopkResult | None = None

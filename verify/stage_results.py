@@ -1,0 +1,183 @@
+"""From row errors to the result: one stage's statistics, verdict and worst rows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from needlepoint.verify.key_side import StageErrors
+from needlepoint.verify.limits import Limit
+from needlepoint.verify.result import (
+    CANNOT_JUDGE,
+    DIFFER,
+    MATCH,
+    ErrorStats,
+    Kind,
+    StageLimit,
+    StageResult,
+    Verdict,
+    WorstRow,
+)
+from needlepoint.verify.row_errors import RowErrors
+from needlepoint.verify.rows import Rows
+from needlepoint.verify.spread import finite, not_finite, spread
+from needlepoint.verify.stages import COMPARED, STORED, TOPK
+
+WORST_ROWS = 16
+"""Rows named per stage; every row's error is in the row file."""
+
+_UNITS = {STORED: "codes", "query": "codes"}
+
+
+def compared_stage(errors: StageErrors, rows: Rows, limit: Limit) -> StageResult:
+    """Return the result of a stage that was compared.
+
+    The verdict is that of the local errors: a fault belongs to the stage where it was born. A stage
+    also differs where no local error shows but the accumulated one leaves its bound, because then
+    something between two observed stages was lost.
+
+    Parameters
+    ----------
+    errors
+        Row errors of every row that was compared.
+    rows
+        Where the rows stand; their number is what was expected.
+    limit
+        Limit of the stage.
+    """
+    path, stage = errors.key
+    compared = errors.local.rows
+    failed = errors.local.failed(limit.value)
+    verdict: Verdict = DIFFER if bool(failed.any()) else MATCH
+    if compared != rows.total or compared == 0:
+        verdict = CANNOT_JUDGE
+    return StageResult.model_validate(
+        {
+            "stage": stage,
+            "path": path,
+            "kind": COMPARED,
+            "verdict": verdict,
+            "rows_expected": rows.total,
+            "rows_compared": compared,
+            "limit": StageLimit(value=limit.value, unit=limit.unit, derivation=limit.derivation),
+            "local": _stats(errors.local, limit, stage),
+            "accumulated": _stats(errors.accumulated, limit, stage),
+            "worst": _worst(errors, rows, limit) if compared == rows.total else (),
+        }
+    )
+
+
+def accumulated_only(errors: StageErrors, limit: Limit) -> bool:
+    """Return whether accumulated errors fail although every local one passes."""
+    return not bool(errors.local.failed(limit.value).any()) and bool(
+        errors.accumulated.failed(limit.value).any()
+    )
+
+
+def consequence_stage(key: tuple[str, str], errors: RowErrors, expected: int) -> StageResult:
+    """Return the entry of a consequence: relative row errors, reported and never judged.
+
+    Parameters
+    ----------
+    key
+        (path, stage).
+    errors
+        Row errors whose ratio is the relative error.
+    expected
+        Rows of the stage.
+    """
+    path, stage = key
+    return StageResult.model_validate(
+        {
+            "stage": stage,
+            "path": path,
+            "kind": "consequence",
+            "verdict": None,
+            "rows_expected": expected,
+            "rows_compared": errors.rows,
+            "accumulated": ErrorStats(
+                error=spread(errors.ratio),
+                relative=spread(errors.ratio),
+                rows_not_finite=not_finite(errors.ratio),
+            ),
+            "detail": "relative error of the output; not judged",
+        }
+    )
+
+
+def uncompared_stage(
+    key: tuple[str, str], kind: Kind, expected: int, detail: str | None = None
+) -> StageResult:
+    """Return the entry of a stage that was given, not covered or skipped."""
+    path, stage = key
+    return StageResult.model_validate(
+        {
+            "stage": stage,
+            "path": path,
+            "kind": kind,
+            "verdict": CANNOT_JUDGE if kind == "skipped" else None,
+            "rows_expected": expected,
+            "rows_compared": 0,
+            "detail": detail,
+        }
+    )
+
+
+def row_tensors(errors: StageErrors, prefix: str) -> dict[str, Tensor]:
+    """Return the per-row errors of a stage by name: ratios both ways, and relative errors."""
+    name = f"{prefix}/{errors.key[0]}/{errors.key[1]}"
+    return {
+        f"{name}/local": errors.local.ratio.to(torch.float32),
+        f"{name}/accumulated": errors.accumulated.ratio.to(torch.float32),
+        f"{name}/relative": errors.accumulated.relative(2.0**-126).to(torch.float32),
+    }
+
+
+def zero_errors(rows: int) -> RowErrors:
+    """Return the errors of rows in which nothing could differ, such as scores of no entries."""
+    zero = torch.zeros(rows, dtype=torch.float64)
+    count = torch.zeros(rows, dtype=torch.int64)
+    return RowErrors(zero, zero, zero, count, count, zero, zero, count.to(torch.bool))
+
+
+def _stats(errors: RowErrors, limit: Limit, stage: str) -> ErrorStats:
+    units = errors.ratio / limit.value
+    relative = spread(errors.relative(limit.floor))
+    distance = int(errors.distance.max()) if errors.rows else 0
+    named = None if stage == TOPK else _UNITS.get(stage, "ulp")
+    return ErrorStats.model_validate(
+        {
+            "error": spread(units),
+            "relative": None if stage == TOPK else relative,
+            "distance_max": None if named is None else distance,
+            "distance_unit": named,
+            "rows_failed": int(errors.failed(limit.value).sum()),
+            "rows_not_finite": not_finite(errors.ratio),
+        }
+    )
+
+
+def _worst(errors: StageErrors, rows: Rows, limit: Limit) -> tuple[WorstRow, ...]:
+    shown = errors.accumulated if accumulated_only(errors, limit) else errors.local
+    order = shown.ratio.nan_to_num(nan=math.inf).sort(descending=True, stable=True).indices
+    return tuple(_worst_row(shown, int(row), rows, limit) for row in order[:WORST_ROWS])
+
+
+def _worst_row(errors: RowErrors, row: int, rows: Rows, limit: Limit) -> WorstRow:
+    token = rows.token(row)
+    found = float(errors.found[row])
+    detail = "scale" if bool(errors.scale_fault[row]) else None
+    if not math.isfinite(found):
+        detail = f"found is {found}"
+    return WorstRow(
+        request=token.request,
+        position=token.position,
+        entry=token.entry,
+        dim=int(errors.dim[row]),
+        error=finite(float(errors.ratio[row]) / limit.value),
+        expected=finite(float(errors.expected[row])),
+        found=finite(found),
+        detail=detail,
+    )
