@@ -1,1 +1,15 @@
-"""The reference: what DeepSeek-V4's compressor and indexer mean to compute, in plain PyTorch."""
+"""The reference: what DeepSeek-V4's compressor and indexer mean to compute, in plain PyTorch.
+
+To understand the mechanism, read in this order; each module is one idea.
+
+1. ``config``, ``weights``: shapes and tensors of a layer.
+2. ``compressor``: windows of tokens become one row; ``norm``, ``rope`` and ``hadamard`` finish it.
+3. ``indexer``, ``topk``: a query scores the rows and picks some.
+4. ``attention``: what the picks are for.
+5. ``layer``: all of it over the tokens of a request, in calls of any size (``projections``,
+   ``keyside``, ``main_attention`` and ``request`` are its parts, ``stages`` its result).
+
+How numbers are kept: ``profile`` names every rounding point, ``rounding`` and ``formats`` round,
+``linear`` and ``parallel`` make sums that do not depend on how much is computed together, and
+``ring`` keeps state by absolute position.
+"""

@@ -78,7 +78,8 @@ def sparse_attention(
     """
     _check(q, window_kv, compressed_rows, picks, sink)
     count, heads, width = q.shape
-    rows = torch.cat((compressed_rows, compressed_rows.new_zeros(1, width))).to(compute)
+    rows = torch.zeros(len(compressed_rows) + 1, width, dtype=compute)  # the last one stays zero
+    rows[:-1] = compressed_rows
     window = window_kv.to(compute)
     before = len(window_kv) - count  # rows that precede the first query's own
     k = picks.shape[1]
@@ -96,7 +97,7 @@ def sparse_attention(
             own = torch.arange(before + a, stop).unsqueeze(1)
             near = torch.arange(first, stop)
             skipped = picks[a:b] < 0
-            # Skipped slots read the zero row at the end: an unpicked row cannot leak, NaN or not.
+            # Skipped slots read the zero row: an unpicked row cannot leak, NaN included.
             chosen = picks[a:b].masked_fill(skipped, len(rows) - 1).flatten()
             torch.index_select(rows, 0, chosen, out=gathered[: len(chosen)])
             out[a:b] = _attend(

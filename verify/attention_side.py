@@ -15,8 +15,7 @@ from needlepoint.optimized.interface import MAIN
 from needlepoint.reference.attention import all_visible, sparse_attention
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.rope import rope_rows
-from needlepoint.reference.stages import Projected
-from needlepoint.verify.given import projected_rows
+from needlepoint.verify.given import GivenLayer
 from needlepoint.verify.row_errors import RowErrors, worst_of
 from needlepoint.verify.stage_blocks import Block
 from needlepoint.verify.stages import ATTENTION
@@ -40,22 +39,20 @@ class AttentionInputs:
     window: Tensor
 
 
-def attention_inputs(
-    reference: ReferenceLayer, projected: Projected, block: Block
-) -> AttentionInputs:
+def attention_inputs(reference: ReferenceLayer, given: GivenLayer, block: Block) -> AttentionInputs:
     """Return queries and window rows of a block.
 
     Parameters
     ----------
     reference
         The layer under the profile.
-    projected
-        Projections of the whole request.
+    given
+        The layer's projections.
     block
         The queries.
     """
     first = max(0, block.start - reference.config.window_size + 1)
-    near = projected_rows(projected, slice(first, block.stop))
+    near = given.projected(block.request, first, block.stop)
     rope = rope_rows(
         reference.frequencies, torch.arange(first, block.stop), reference.arithmetic.rope_table
     )

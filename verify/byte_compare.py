@@ -38,7 +38,7 @@ def equal_rows(found: Tensor, expected: Tensor) -> RowErrors:
             f"{tuple(expected.shape)}; expected the same dtype and shape on both sides"
         )
     f, e = found.flatten(1), expected.flatten(1)
-    changed = (_bytes(f) != _bytes(e)).unflatten(1, (f.shape[1], -1)).any(2)
+    changed = (_bytes(f) != _bytes(e)).reshape(len(f), f.shape[1], -1).any(2)
     return _rows(changed, f.to(torch.float64), e.to(torch.float64))
 
 

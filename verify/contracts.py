@@ -14,7 +14,6 @@ from needlepoint.reference.profile import CONTRACTS, Arithmetic, Precision
 from needlepoint.reference.request import RequestState
 from needlepoint.reference.stages import ChunkStages, Projected
 from needlepoint.reference.weights import LayerWeights
-from needlepoint.verify.given import projected_rows
 
 
 @dataclass(frozen=True)
@@ -72,27 +71,24 @@ class Contracts:
         """Begin the next request."""
         self._states = {name: layer.new_request() for name, layer in self._layers.items()}
 
-    def feed(self, hidden: Tensor, projected: Projected, rows: slice) -> dict[str, ContractBlock]:
+    def feed(self, hidden: Tensor, projected: Projected) -> dict[str, ContractBlock]:
         """Advance every contract by one block of tokens.
 
         Parameters
         ----------
         hidden
-            ``[tokens, hidden_size]`` of the whole request.
+            ``[tokens, hidden_size]`` of the block.
         projected
             Its projections, rounded to fp32; the exact contract makes its own.
-        rows
-            Tokens of the block.
         """
         found: dict[str, ContractBlock] = {}
         for name, layer in self._layers.items():
             state = self._states[name]
             options = {"keep_scores": True, "attend": False}
             if layer.arithmetic.projected is Precision.FP32:
-                part = projected_rows(projected, rows)
-                stages = layer.forward_projected(part, state, **options)
+                stages = layer.forward_projected(projected, state, **options)
             else:
-                stages = layer.forward(hidden[rows], state, **options)
+                stages = layer.forward(hidden, state, **options)
             self._keep_keys(name, stages)
             if stages.scores is not None and stages.topk is not None:
                 found[name] = ContractBlock(stages.scores, stages.topk)

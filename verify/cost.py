@@ -67,7 +67,8 @@ def key_error(own: Tensor, own_rotated: bool, contract: Tensor) -> Tensor:
     """
     keys = own if own_rotated else hadamard(own)
     norm = torch.linalg.vector_norm(contract, dim=1).clamp(min=2.0**-126)
-    return torch.linalg.vector_norm(keys - contract, dim=1) / norm
+    error: Tensor = torch.linalg.vector_norm(keys - contract, dim=1) / norm
+    return error
 
 
 def contract_cost(tallies: list[CostTally]) -> ContractCost | None:
@@ -86,7 +87,7 @@ def contract_cost(tallies: list[CostTally]) -> ContractCost | None:
     )
 
 
-def cache_bytes_per_token(row_bytes: Mapping[int, int]) -> float | None:
+def cache_bytes_per_token(row_bytes: Mapping[int, float]) -> float | None:
     """Return the bytes of compressed rows per token over layers.
 
     Parameters

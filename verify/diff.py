@@ -146,10 +146,9 @@ def _matching_layers(
                 f"{what} {one!r} in {left.directory}, {other!r} in {right.directory}; expected two "
                 "recordings of one run"
             )
-    layers = left.layers if wanted is None else wanted
+    layers = sorted({*left.layers, *right.layers} if wanted is None else set(wanted))
     for recording in (left, right):
-        names = recording.layers if wanted is None else ()
-        for layer in sorted({*layers, *names, *(left.layers if wanted is None else ())}):
+        for layer in layers:
             if layer not in recording.layers:
                 raise RecordingError(
                     f"layer {layer} is not in {recording.directory}, which has "
@@ -159,9 +158,9 @@ def _matching_layers(
         one, other = set(left.record(layer).stages), set(right.record(layer).stages)
         for recording, missing in ((left, other - one), (right, one - other)):
             if missing:
-                names = ", ".join(".".join(key) for key in sorted(missing))
+                stages = ", ".join(".".join(key) for key in sorted(missing))
                 raise RecordingError(
-                    f"layer {layer}: stage {names} is missing in {recording.directory}; expected "
+                    f"layer {layer}: stage {stages} is missing in {recording.directory}; expected "
                     "the same stages on both sides"
                 )
     if not layers:

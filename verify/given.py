@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,17 +17,47 @@ from needlepoint.reference.stages import KeyProjections, Projected, QueryProject
 from needlepoint.reference.weights import CompressorWeights, LayerWeights
 from needlepoint.verify.inputs import Inputs
 
-
-def project_requests(inputs: Inputs, layer: int, reference: ReferenceLayer) -> list[Projected]:
-    """Return the projections of every request of a layer."""
-    parts = inputs.hidden(layer).split(list(inputs.requests))
-    return [reference.project_inputs(part) for part in parts]
+_BLOCK_TOKENS = 1024
+"""Tokens projected at once; a multiple of the projections' row block."""
 
 
-def given_inputs(
-    inputs: Inputs, layer: int, reference: ReferenceLayer, projected: list[Projected]
-) -> LayerInputs:
-    """Return the given tensors of one layer, fp32, concatenated over requests.
+@dataclass(frozen=True)
+class GivenLayer:
+    """The given tensors of one layer, and what the reference needs of it besides.
+
+    Attributes
+    ----------
+    inputs
+        What candidates are given: projections rounded to fp32, and constants.
+    latent
+        ``[tokens, q_lora_rank]`` query latent, for attention.
+    window
+        ``[tokens, head_dim]`` window projections, for attention.
+    """
+
+    inputs: LayerInputs
+    latent: Tensor
+    window: Tensor
+
+    def projected(self, request: int, start: int, stop: int) -> Projected:
+        """Return the projections of tokens ``start .. stop - 1`` of a request, float64."""
+        offset = sum(self.inputs.lengths[:request])
+        rows = slice(offset + start, offset + stop)
+        query = self.inputs.query
+        return Projected(
+            first_position=start,
+            index=_key_rows(self.inputs.index, rows),
+            main=_key_rows(self.inputs.main, rows),
+            query=None
+            if query is None
+            else QueryProjections(_wide(query.q[rows]), _wide(query.weights[rows])),
+            latent=_wide(self.latent[rows]),
+            window=_wide(self.window[rows]),
+        )
+
+
+def given_layer(inputs: Inputs, layer: int, reference: ReferenceLayer) -> GivenLayer:
+    """Project one layer's hidden states and return what both sides are given.
 
     Parameters
     ----------
@@ -35,9 +66,7 @@ def given_inputs(
     layer
         Layer with ratio 4 or 128.
     reference
-        Reference of the layer, whose projections were rounded to fp32.
-    projected
-        :func:`project_requests` of it.
+        Reference of the layer, whose projections are rounded to fp32.
 
     Raises
     ------
@@ -47,19 +76,17 @@ def given_inputs(
     config, weights = inputs.config, inputs.weights(layer)
     if weights.main is None:
         raise ValueError(f"layer {layer} has ratio 0: there is no compressor to judge")
+    rows = _projected_rows(inputs, layer, reference)
     table = rope_table(reference.frequencies, max(inputs.requests), Precision.FP32)
-    index = query = None
-    if weights.index is not None:
-        index = _compressor(weights.index, projected, "index")
-        query = QueryInputs(
-            q=_joined(projected, "query", "q"), weights=_joined(projected, "query", "weights")
-        )
-    return LayerInputs(
+    query = None
+    if "query.q" in rows:
+        query = QueryInputs(q=rows["query.q"], weights=rows["query.weights"])
+    given = LayerInputs(
         layer=layer,
         ratio=reference.ratio,
         lengths=inputs.requests,
-        index=index,
-        main=_compressor(weights.main, projected, "main"),
+        index=None if weights.index is None else _compressor(weights.index, rows, "index"),
+        main=_compressor(weights.main, rows, "main"),
         query=query,
         rope_table=table.to(torch.float32),
         norm_eps=config.norm_eps,
@@ -69,20 +96,7 @@ def given_inputs(
         layer_weights=_parameters(weights),
         seed=inputs.seed,
     )
-
-
-def projected_rows(projected: Projected, rows: slice) -> Projected:
-    """Return the projections of some tokens of a request."""
-    return Projected(
-        first_position=projected.first_position + rows.start,
-        index=_key_rows(projected.index, rows),
-        main=_key_rows(projected.main, rows),
-        query=None
-        if projected.query is None
-        else QueryProjections(projected.query.q[rows], projected.query.weights[rows]),
-        latent=projected.latent[rows],
-        window=projected.window[rows],
-    )
+    return GivenLayer(given, rows["latent"], rows["window"])
 
 
 def fingerprint(inputs: LayerInputs) -> dict[str, int]:
@@ -108,23 +122,52 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data)
 
 
-def _key_rows(given: KeyProjections | None, rows: slice) -> KeyProjections | None:
-    return None if given is None else KeyProjections(given.kv[rows], given.score[rows])
+def _projected_rows(inputs: Inputs, layer: int, reference: ReferenceLayer) -> dict[str, Tensor]:
+    """Return every projection as fp32 ``[tokens, ..]``, made in blocks of tokens."""
+    rows: dict[str, Tensor] = {}
+    offset = 0
+    for part in torch.split(inputs.hidden(layer), list(inputs.requests)):
+        for start in range(0, len(part), _BLOCK_TOKENS):
+            found = reference.project_inputs(part[start : start + _BLOCK_TOKENS], start)
+            for name, block in _named(found):
+                if name not in rows:
+                    rows[name] = torch.empty(inputs.tokens, *block.shape[1:])
+                rows[name][offset + start : offset + start + len(block)] = block
+        offset += len(part)
+    return rows
 
 
-def _compressor(
-    weights: CompressorWeights, projected: list[Projected], path: str
-) -> CompressorInputs:
-    return CompressorInputs(
-        kv=_joined(projected, path, "kv"),
-        score=_joined(projected, path, "score"),
-        ape=weights.ape.to(torch.float32),
-        norm_weight=weights.norm.to(torch.float32),
+def _named(projected: Projected) -> Iterator[tuple[str, Tensor]]:
+    for path, part in (("index", projected.index), ("main", projected.main)):
+        if part is not None:
+            yield f"{path}.kv", part.kv
+            yield f"{path}.score", part.score
+    if projected.query is not None:
+        yield "query.q", projected.query.q
+        yield "query.weights", projected.query.weights
+    yield "latent", projected.latent
+    yield "window", projected.window
+
+
+def _key_rows(given: CompressorInputs | None, rows: slice) -> KeyProjections | None:
+    return (
+        None if given is None else KeyProjections(_wide(given.kv[rows]), _wide(given.score[rows]))
     )
 
 
-def _joined(projected: list[Projected], path: str, name: str) -> Tensor:
-    return torch.cat([getattr(getattr(part, path), name).to(torch.float32) for part in projected])
+def _wide(rows: Tensor) -> Tensor:
+    return rows.to(torch.float64)
+
+
+def _compressor(
+    weights: CompressorWeights, rows: Mapping[str, Tensor], path: str
+) -> CompressorInputs:
+    return CompressorInputs(
+        kv=rows[f"{path}.kv"],
+        score=rows[f"{path}.score"],
+        ape=weights.ape.to(torch.float32),
+        norm_weight=weights.norm.to(torch.float32),
+    )
 
 
 def _parameters(weights: LayerWeights) -> dict[str, Tensor]:

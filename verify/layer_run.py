@@ -22,11 +22,15 @@ from needlepoint.optimized.interface import (
 )
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import BF16_CONTRACT, Arithmetic
-from needlepoint.reference.stages import Projected
-from needlepoint.verify.attention_side import attend, attention_errors, attention_inputs
+from needlepoint.verify.attention_side import (
+    AttentionInputs,
+    attend,
+    attention_errors,
+    attention_inputs,
+)
 from needlepoint.verify.contracts import ContractBlock, Contracts
 from needlepoint.verify.cost import CostTally, key_error
-from needlepoint.verify.given import changed_tensors, fingerprint, given_inputs, project_requests
+from needlepoint.verify.given import changed_tensors, fingerprint, given_layer
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.key_side import (
     KeyReference,
@@ -128,8 +132,8 @@ class LayerRun:
         self._budget = budget_bytes
         self._weights = inputs.weights(layer)
         self._reference = self._reference_layer(BF16_CONTRACT)
-        self._projected = project_requests(inputs, layer, self._reference)
-        self.given = given_inputs(inputs, layer, self._reference, self._projected)
+        self.layer_given = given_layer(inputs, layer, self._reference)
+        self.given = self.layer_given.inputs
         self._key_references: dict[tuple[object, ...], KeyReference] = {}
         self._query_references: dict[str, QueryReference] = {}
         self._rotated: RotatedQueries | None = None
@@ -153,10 +157,7 @@ class LayerRun:
         for block in blocks:
             if block.start == 0:
                 contracts.start_request()
-            projected = self._projected[block.request]
-            rows = slice(block.start, block.stop)
-            hidden = self._hidden_of(block.request)
-            meant = contracts.feed(hidden, projected, rows) if self.given.query else {}
+            meant = self._feed(contracts, block)
             attention = _AttentionBlock(self, block)
             for tally in tallies:
                 self._judge_block(tally, block, meant, attention)
@@ -251,12 +252,11 @@ class LayerRun:
             budget_bytes=self._budget,
         )
 
-    def _hidden_of(self, request: int) -> Tensor:
-        return self._inputs.hidden(self._layer)[Rows(self.given.lengths).span(request)]
-
-    def projected_of(self, request: int) -> Projected:
-        """Return the projections of a request."""
-        return self._projected[request]
+    def _feed(self, contracts: Contracts, block: Block) -> Mapping[str, ContractBlock]:
+        if self.given.query is None:
+            return {}
+        projected = self.layer_given.projected(block.request, block.start, block.stop)
+        return contracts.feed(self.given.hidden[block.rows], projected)
 
     def entries_of(self, request: int) -> slice:
         """Return the key-side rows of a request."""
@@ -301,7 +301,7 @@ class _AttentionBlock:
     def __init__(self, run: LayerRun, block: Block) -> None:
         self._run = run
         self._block = block
-        self._shared: dict[str, tuple[ReferenceLayer, object, Tensor]] = {}
+        self._shared: dict[str, tuple[ReferenceLayer, AttentionInputs, Tensor]] = {}
 
     def errors(
         self, tally: _Tally, own: Tensor, picks: Tensor | None, meant: Tensor | None
@@ -311,8 +311,7 @@ class _AttentionBlock:
         name = str(tally.arithmetic.switches())
         if name not in self._shared:
             reference = self._run.reference_layer(tally.arithmetic)
-            projected = self._run.projected_of(self._block.request)
-            inputs = attention_inputs(reference, projected, self._block)
+            inputs = attention_inputs(reference, self._run.layer_given, self._block)
             rows = tally.reference_main[span]
             expected = attend(reference, inputs, rows, meant, self._block)
             self._shared[name] = (reference, inputs, expected)

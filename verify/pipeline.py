@@ -85,17 +85,7 @@ def verify(
             for outcome in outcomes:
                 outcome.add_uncompressed(layer, inputs.requests)
             continue
-        progress.start(f"layer {layer}: projections", 1 + len(candidates))
-        run = LayerRun(inputs, layer, limits)
-        observed = []
-        for candidate in candidates:
-            progress.advance()
-            observed.append((candidate, observe(candidate, run.given)))
-        found = run.judge(observed, progress)
-        for outcome, candidate, part in zip(outcomes, candidates, found, strict=True):
-            declared = candidate.stages(run.given.ratio)
-            entry = layer_result(part, declared, run.given, limits, contract.name, wanted=stages)
-            outcome.add(part, entry)
+        _run_layer(inputs, layer, candidates, outcomes, contract.name, limits, stages, progress)
     device = "cuda" if any(c.info.device == "cuda" for c in candidates) else "cpu"
     source = InputInfo(
         name=inputs.name,
@@ -106,6 +96,30 @@ def verify(
         seed=inputs.seed,
     )
     return pipeline_output(outcomes, contract.name, collect_environment(device), source)
+
+
+def _run_layer(
+    inputs: Inputs,
+    layer: int,
+    candidates: Sequence[Candidate],
+    outcomes: Sequence[CandidateOutcome],
+    contract: str,
+    limits: Limits,
+    stages: frozenset[StageKey] | None,
+    progress: Progress,
+) -> None:
+    """Judge one layer; everything it held is free when it returns."""
+    progress.start(f"layer {layer}: projections and candidates", 1 + len(candidates))
+    run = LayerRun(inputs, layer, limits)
+    observed = []
+    for candidate in candidates:
+        progress.advance()
+        observed.append((candidate, observe(candidate, run.given)))
+    found = run.judge(observed, progress)
+    for outcome, candidate, part in zip(outcomes, candidates, found, strict=True):
+        declared = candidate.stages(run.given.ratio)
+        entry = layer_result(part, declared, run.given, limits, contract, wanted=stages)
+        outcome.add(part, entry)
 
 
 def pipeline_output(

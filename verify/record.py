@@ -23,7 +23,7 @@ from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import BF16_CONTRACT, Arithmetic, Precision
 from needlepoint.reference.stages import ChunkStages
 from needlepoint.verify.contracts import compute_type
-from needlepoint.verify.given import given_inputs, project_requests
+from needlepoint.verify.given import given_layer
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.layer_run import observe
 from needlepoint.verify.profiles import profile_of
@@ -109,22 +109,22 @@ def _layer(
 ) -> tuple[LayerInputs, Observed]:
     weights = inputs.weights(layer)
     common = ReferenceLayer(inputs.config, layer, weights, BF16_CONTRACT)
-    projected = project_requests(inputs, layer, common)
-    given = given_inputs(inputs, layer, common, projected)
+    given = given_layer(inputs, layer, common)
     if candidate is not None:
-        return given, observe(candidate, given)
+        return given.inputs, observe(candidate, given.inputs)
     reference = ReferenceLayer(
         inputs.config, layer, weights, contract, compute=compute_type(contract)
     )
     stages = []
-    for request, part in enumerate(inputs.hidden(layer).split(list(inputs.requests))):
+    for request, part in enumerate(torch.split(inputs.hidden(layer), list(inputs.requests))):
         state = reference.new_request()
         if contract.projected is Precision.FP32:
-            found = reference.forward_projected(projected[request], state, keep_scores=True)
+            projected = given.projected(request, 0, len(part))
+            found = reference.forward_projected(projected, state, keep_scores=True)
         else:
             found = reference.forward(part, state, keep_scores=True)
         stages.append(found)
-    return given, _observed(stages, contract)
+    return given.inputs, _observed(stages, contract)
 
 
 def _observed(stages: Sequence[ChunkStages], contract: Arithmetic) -> Observed:

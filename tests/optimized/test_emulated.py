@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numpy._core import _multiarray_umath as numpy_core
+from numpy._core import _multiarray_umath as numpy_core  # type: ignore[attr-defined]
 
 from needlepoint.optimized import specification
 from needlepoint.optimized.emulated import EmulatedCandidate, Order

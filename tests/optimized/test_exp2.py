@@ -59,7 +59,7 @@ def test_whole_range_and_exact_powers() -> None:
     assert worst_error(t)[0] <= BOUND
     integers = -np.arange(127, dtype=np.float32)
     assert np.array_equal(exp2(integers), np.exp2(integers.astype(np.float64)))
-    assert exp2(np.float32([-0.0]))[0] == 1
+    assert exp2(np.array([-0.0], np.float32))[0] == 1
 
 
 def test_result_is_never_subnormal() -> None:

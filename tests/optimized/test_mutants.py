@@ -44,7 +44,7 @@ def halves(x: F32) -> F32:
 
 
 def next_up(value: np.float32) -> np.float32:
-    return np.nextafter(value, f32(9), dtype=f32)
+    return np.float32(np.nextafter(value, f32(9), dtype=f32))
 
 
 def late_ape(score: F32, scale: F32, ape: F32) -> F32:
