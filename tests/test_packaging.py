@@ -6,7 +6,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+CONFIG = TOOLS["setuptools"]
 FOLDERS = ("reference", "optimized", "verify", "fixtures")
 SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h"}
 
@@ -38,3 +39,13 @@ def test_every_data_file_is_shipped() -> None:
     for path in data:
         relative = path.relative_to(ROOT / "fixtures")
         assert any(relative.match(pattern) for pattern in patterns), relative
+
+
+def test_import_contracts_name_every_module_of_the_reference() -> None:
+    names = {path.stem for path in (ROOT / "reference").glob("*.py")} - {"__init__"}
+    formats = {name for name in names if name.startswith("formats")}
+    _, optimized, own = TOOLS["importlinter"]["contracts"]
+    others = {f"needlepoint.reference.{name}" for name in names - formats}
+    assert set(optimized["forbidden_modules"]) == others
+    assert set(own["source_modules"]) == {f"needlepoint.reference.{name}" for name in formats}
+    assert others < set(own["forbidden_modules"])

@@ -51,7 +51,10 @@ Candidates = Annotated[
 ]
 Layers = Annotated[str | None, typer.Option(metavar="2,4-8", help="Layers; default: all.")]
 Tokens = Annotated[str | None, typer.Option(metavar="N", help="Tokens; default: all.")]
-Seed = Annotated[str, typer.Option(metavar="N", help="Seed of weights and synthetic input.")]
+Seed = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="Seed of weights and synthetic input."),
+]
 Device = Annotated[str, typer.Option(metavar="cpu", help="Where candidates run.")]
 Stages = Annotated[
     str | None,
@@ -102,7 +105,7 @@ def verify(
     candidate: Candidates = None,
     layers: Layers = None,
     tokens: Tokens = None,
-    seed: Seed = "0",
+    seed: Seed = None,
     device: Device = "cpu",
     stages: Stages = None,
     limits: LimitsFile = None,
@@ -139,7 +142,7 @@ def record(
     ] = None,
     layers: Layers = None,
     tokens: Tokens = None,
-    seed: Seed = "0",
+    seed: Seed = None,
     device: Device = "cpu",
     force: Force = False,
     quiet: Quiet = False,
@@ -193,7 +196,12 @@ def diff(
 
 
 def _input(
-    source: str, model: str | None, layers: str | None, tokens: str | None, seed: str, device: str
+    source: str,
+    model: str | None,
+    layers: str | None,
+    tokens: str | None,
+    seed: str | None,
+    device: str,
 ) -> commands.InputRequest:
     """Parse the options that say what to run over."""
     check_device(device)
@@ -202,7 +210,7 @@ def _input(
         model=model,
         layers=parse_layers(layers),
         tokens=None if tokens is None else parse_number("--tokens", tokens, 1),
-        seed=parse_number("--seed", seed, 0),
+        seed=None if seed is None else parse_number("--seed", seed, 0),
     )
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from needlepoint.verify.inputs import Inputs, load_inputs
-from needlepoint.verify.pipeline import PipelineOutput
-
 from needlepoint.optimized.candidates import create
 from needlepoint.optimized.interface import StageKey
 from needlepoint.reference.profile import CONTRACTS
 from needlepoint.verify import diff, pipeline, record
+from needlepoint.verify.inputs import Inputs, load_inputs
 from needlepoint.verify.limits import Limits
+from needlepoint.verify.pipeline import PipelineOutput
 from needlepoint.verify.progress import Progress
 from needlepoint.verify.recordings import check_recording_target
 from needlepoint.verify.result import Contract
@@ -30,7 +29,7 @@ class InputRequest:
     model: str | None
     layers: tuple[int, ...] | None
     tokens: int | None
-    seed: int
+    seed: int | None
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def load_inputs(
     model: str | None = None,
     layers: tuple[int, ...] | None = None,
     tokens: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> Inputs:
     """Load an input and check it.
 
@@ -119,7 +119,7 @@ def load_inputs(
         Of a recording: keep the first so many tokens, over requests in order. Of a synthetic
         input: how many to draw.
     seed
-        Of random weights and synthetic states.
+        Of random weights and synthetic states; by default that of the recording, or 0.
 
     Raises
     ------
@@ -131,11 +131,11 @@ def load_inputs(
     """
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens {tokens}: expected at least 1")
-    if not 0 <= seed < 1 << 63:
+    if seed is not None and not 0 <= seed < 1 << 63:
         raise ValueError(f"seed {seed}: expected 0 to 2**63 - 1")
     kind, _, rest = source.partition(":")
     if kind == SYNTHETIC:
-        return _synthetic(source, rest or "gaussian", model, layers, tokens, seed)
+        return _synthetic(source, rest or "gaussian", model, layers, tokens, seed or 0)
     return _recorded(source, model, layers, tokens, seed)
 
 
@@ -194,7 +194,7 @@ def _recorded(
     model: str | None,
     layers: tuple[int, ...] | None,
     tokens: int | None,
-    seed: int,
+    seed: int | None,
 ) -> Inputs:
     directory = mini_directory() if source == MINI else Path(source)
     if not directory.is_dir():
@@ -215,15 +215,22 @@ def _recorded(
             loaded[name] = recording.rows(name, slice(0, sum(lengths)))
             check_hidden(f"{directory}: tensor {name}", loaded[name], config, lengths)
         states[layer] = loaded[name]
+    own = (recording.manifest.seed or 0) if seed is None else seed
+    kind = (recording.manifest.input_name or "").removeprefix(f"{SYNTHETIC}:")
+
+    def weights(layer: int) -> LayerWeights:
+        drawn = random_layer_weights(config, layer, own)
+        return synthetic_weights(kind, drawn, own) if kind in KINDS else drawn
+
     return Inputs(
         source,
         tensor_digest(loaded.values()),
         config,
         lengths,
         chosen,
-        seed,
+        own,
         states,
-        lambda layer: random_layer_weights(config, layer, seed),
+        weights,
     )
 
 

@@ -66,7 +66,7 @@ def test_defaults_are_the_main_job(
     request, _ = calls[0]
     assert request.candidates == DEFAULT_CANDIDATES
     assert request.contract == "bf16"
-    assert (request.input.source, request.input.seed) == ("mini", 0)
+    assert (request.input.source, request.input.seed) == ("mini", None)
     assert request.input.model is None
     assert request.input.layers is None
     assert request.input.tokens is None

@@ -13,8 +13,7 @@ from needlepoint.reference.config import MODELS
 from needlepoint.reference.weights import random_layer_weights
 from needlepoint.verify.inputs import Inputs, load_inputs, mini_directory
 from needlepoint.verify.inputs_checks import default_layers, tensor_digest
-from needlepoint.verify.manifest import Manifest
-from needlepoint.verify.recordings import RecordingWriter
+from needlepoint.verify.recordings import Manifest, RecordingWriter
 from needlepoint.verify.synthetic import KINDS, synthetic_hidden, synthetic_weights
 
 
@@ -215,3 +214,28 @@ def test_a_missing_fixture_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     with pytest.raises(ValueError, match=r"input mini: .*mini is missing; install the pack"):
         load_inputs("mini")
+
+
+def test_a_recording_brings_its_own_seed_and_kind(tmp_path: Path) -> None:
+    made = load_inputs("synthetic:ties", tokens=140, seed=3)
+    head = Manifest.model_validate(
+        {
+            "kind": "input",
+            "model": "mini",
+            "requests": made.requests,
+            "tensors": {},
+            "seed": 3,
+            "input_name": made.name,
+        }
+    )
+    with RecordingWriter(tmp_path / "r", head, made.hidden(1)):
+        pass
+    again = load_inputs(str(tmp_path / "r"), layers=(1,))
+    assert again.seed == 3
+    assert torch.equal(again.weights(1).wq_a, made.weights(1).wq_a)
+    main, meant = again.weights(1).main, made.weights(1).main
+    assert main is not None
+    assert meant is not None
+    assert torch.equal(main.norm, meant.norm)
+    other = load_inputs(str(tmp_path / "r"), layers=(1,), seed=4)
+    assert not torch.equal(other.weights(1).wq_a, made.weights(1).wq_a)
