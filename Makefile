@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH_INDEX := $(if $(INDEX),--index-url $(INDEX),)
 
-.PHONY: verify test lint clean
+.PHONY: verify test lint kernels gpu-test clean
 
 verify: $(VENV)/.installed
 	$(BIN)/needlepoint verify
@@ -26,6 +26,15 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Every CUDA kernel for every architecture, one JSON line each; needs nvcc but no card.
+kernels: $(VENV)/.installed
+	$(BIN)/python -m needlepoint.optimized.kernels --jobs $(JOBS)
+
+# On a machine with a card: the GPU tests, then gpu-report.json and gpu-report.md.
+gpu-test: $(VENV)/.installed
+	$(BIN)/python -m pytest -m gpu tests/optimized
+	$(BIN)/python -m needlepoint.verify.gpu_report
 
 # torch comes first and alone: a range in the package would otherwise pull whatever is newest.
 $(VENV)/.installed: pyproject.toml constraints.txt

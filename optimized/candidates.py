@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
+from needlepoint.optimized.cuda_candidates import CudaCandidate, Launches
 from needlepoint.optimized.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.interface import Candidate
 
@@ -19,6 +20,10 @@ FACTORIES: dict[str, Factory] = {
     "emulated:fused-fp8": partial(EmulatedCandidate, "fp8", Order.FUSED),
     "emulated:fused-fp4": partial(EmulatedCandidate, "fp4", Order.FUSED),
     "emulated:unfused-bf16": partial(EmulatedCandidate, "bf16", Order.UNFUSED),
+    "cuda:fused-bf16": partial(CudaCandidate, "bf16", Launches.ONE),
+    "cuda:fused-fp8": partial(CudaCandidate, "fp8", Launches.ONE),
+    "cuda:fused-fp4": partial(CudaCandidate, "fp4", Launches.ONE),
+    "cuda:unfused-bf16": partial(CudaCandidate, "bf16", Launches.SEPARATE),
 }
 """Our own candidates. A factory raises ValueError if this machine cannot run its candidate."""
 

@@ -1,0 +1,49 @@
+// One way to launch, one way to fail.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+
+namespace needlepoint {
+
+using tvm::ffi::TensorView;
+
+inline void check_cuda(cudaError_t status, const char* kernel) {
+  if (status != cudaSuccess) {
+    TVM_FFI_THROW(RuntimeError) << kernel << ": CUDA error " << cudaGetErrorName(status) << ": "
+                                << cudaGetErrorString(status);
+  }
+}
+
+// Launches on the caller's current stream. `overlap` allows the next kernel of the stream to be
+// scheduled while this one drains (programmatic dependent launch); every kernel here waits for its
+// predecessor before the first access to memory.
+template <class Params>
+void launch(const char* name, void (*kernel)(Params), const Params& params, dim3 grid, int block,
+            DLDevice device, bool overlap) {
+  if (grid.x == 0 || grid.y == 0) return;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(block);
+  config.stream =
+      static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, params), name);
+}
+
+__device__ __forceinline__ void wait_for_predecessor() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void release_successor() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+}  // namespace needlepoint

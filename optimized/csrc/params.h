@@ -1,0 +1,59 @@
+// What a store launch is given; needlepoint.optimized.cuda_plan says how a plan is made.
+#pragma once
+
+#include <cstdint>
+
+#include "rows.cuh"
+
+namespace needlepoint {
+
+// The windows that one request completes in this call. A launch has thousands of windows and few
+// segments, so a window finds its own in L1 instead of waiting for a plan entry from memory.
+struct alignas(16) Segment {
+  int32_t first;       // windows of the segments before it
+  int32_t count;       // windows it completes
+  int32_t token;       // row in kv and score of the token that completes its first window
+  int32_t entry;       // number of the entry that its first window becomes
+  int32_t behind;      // slots of its first window that lie in the state
+  int32_t state_base;  // request * ring
+  int32_t state_slot;  // ring position of slot 0 of its first window
+  int32_t unused;
+};
+
+// One window to complete. Slots are in time order; the last is the token that completes the window.
+struct Window {
+  int32_t token;       // row of the last token in kv and score
+  int32_t entry;       // w; RoPE stands at w * ratio
+  int32_t from_state;  // leading slots read from the state instead of the input
+  int32_t state_base;
+  int32_t state_slot;  // ring position of slot 0; the ring wraps
+};
+
+// One token to keep for later calls.
+struct WriteEntry {
+  int32_t token;      // row in kv and score, negative: padding
+  int32_t state_row;  // request * ring + ring position
+};
+
+struct StoreParams {
+  const void* kv;     // [tokens, c * head_dim]
+  const void* score;  // [tokens, c * head_dim]
+  uint32_t kv_stride;  // elements between tokens
+  uint32_t score_stride;
+  const float* ape;          // [ratio, c * head_dim], A = fl(ape * log2 e)
+  const float* norm_weight;  // [head_dim]
+  const float* rope;         // [positions, 32, 2]
+  const Segment* segments;   // [num_segments]
+  const int64_t* slots;      // [windows], negative: not stored
+  const WriteEntry* writes;  // [num_writes]
+  void* state;               // [requests * ring, 2, c * head_dim], kv then score
+  Pool pool;
+  int32_t num_segments;
+  int32_t windows;    // prefill: of all segments; decode: one a segment
+  int32_t num_writes;
+  int32_t ring_mask;  // ring - 1, ring a power of two
+  bool state_is_bf16;
+  float eps;
+};
+
+}  // namespace needlepoint

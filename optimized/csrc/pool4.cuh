@@ -1,0 +1,202 @@
+// S1 to S3 at ratio 4: eight slots, four channels a thread.
+#pragma once
+
+#include "windows.cuh"
+
+namespace needlepoint {
+
+template <class T>
+struct Window4 {
+  using Input = typename T::Input;
+  const StoreParams& p;
+  const Window& window;
+  int column;  // first of this thread's four channels
+
+  // Offset of slot i's columns inside a token row: overlap columns, then fresh ones.
+  __device__ __forceinline__ int slot_column(int i) const {
+    return i < 4 ? column : T::kDim + column;
+  }
+
+  __device__ __forceinline__ float4 prescaled_ape(int i) const {
+    return __ldg(reinterpret_cast<const float4*>(p.ape + (i % 4) * T::kWidth + slot_column(i)));
+  }
+
+  // Slot i of kv (part 0) or score (part 1) among the tokens of this call: one 64-bit base, then
+  // a 32-bit step a slot.
+  __device__ __forceinline__ const Input* input(int i, int part) const {
+    const uint32_t stride = part == 0 ? p.kv_stride : p.score_stride;
+    const Input* rows = static_cast<const Input*>(part == 0 ? p.kv : p.score);
+    const Input* oldest = rows + (static_cast<int64_t>(window.token) - 7) * stride + column;
+    return oldest + static_cast<uint64_t>(i) * stride + (i < 4 ? 0 : T::kDim);
+  }
+
+  // Slots 0..3 of a request's first window lie before its first token.
+  __device__ __forceinline__ bool first() const { return window.entry == 0; }
+};
+
+__device__ __forceinline__ float component(const float4& x, int i) {
+  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
+
+// S1 to S3 on loaded slots. A masked slot repeats slot 4's logit, which leaves the maximum alone,
+// and then weighs +0; what it loaded is finite, so its product is zero.
+template <class T, class Raw>
+__device__ __forceinline__ void pool_slots(
+    const Window4<T>& window, const Raw (&score)[8], const Raw (&kv)[8], bool masked,
+    float (&pooled)[4]) {
+  float z[8][4];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float4 ape = window.prescaled_ape(i);
+#pragma unroll
+    for (int channel = 0; channel < 4; ++channel) {
+      z[i][channel] = __fmaf_rn(score[i][channel], kLog2e, component(ape, channel));
+    }
+  }
+#pragma unroll
+  for (int channel = 0; channel < 4; ++channel) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) z[i][channel] = masked ? z[4][channel] : z[i][channel];
+    float m = z[0][channel];
+#pragma unroll
+    for (int i = 1; i < 8; ++i) m = fmaxf(m, z[i][channel]);
+    float s = 0.0f, v = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float weight = exp2_weight(z[i][channel], m);
+      const float e = masked && i < 4 ? 0.0f : weight;
+      s = __fadd_rn(s, e);
+      v = __fmaf_rn(e, kv[i][channel], v);
+    }
+    pooled[channel] = __fdiv_rn(v, s);
+  }
+}
+
+// The common case: every slot is a token of this call.
+template <class T>
+__device__ __forceinline__ void pool_from_input(const Window4<T>& window, float (&pooled)[4]) {
+  Raw4<typename T::Input> score[8], kv[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) score[i] = stream4(window.input(i, 1));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) kv[i] = stream4(window.input(i, 0));
+  after_loads();
+  pool_slots(window, score, kv, false, pooled);
+}
+
+// Windows that begin in the state, and the first of a request, when the state has the input's
+// dtype: only addresses differ. A masked slot reads the last token instead.
+template <class T>
+__device__ __forceinline__ void pool_from_both(const Window4<T>& window, float (&pooled)[4]) {
+  using Input = typename T::Input;
+  Raw4<Input> score[8], kv[8];
+  const auto source = [&](int i, int part) -> const Input* {
+    if (i < 4 && window.first()) return window.input(7, part);
+    const int64_t element = state_element<T>(window.p, window.window, i, part);
+    const Input* kept = static_cast<const Input*>(window.p.state) + element + window.slot_column(i);
+    return in_state<T>(window.window, i) ? kept : window.input(i, part);
+  };
+#pragma unroll
+  for (int i = 0; i < 8; ++i) score[i] = stream4(source(i, 1));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) kv[i] = stream4(source(i, 0));
+  after_loads();
+  pool_slots(window, score, kv, window.first(), pooled);
+}
+
+// The same when the state has another dtype than the input.
+template <class T>
+__device__ __forceinline__ void pool_widened(const Window4<T>& window, float (&pooled)[4]) {
+  const auto read = [&](int i, int part) -> Raw4<float> {
+    if (in_state<T>(window.window, i) && !(i < 4 && window.first())) {
+      const int64_t element = state_element<T>(window.p, window.window, i, part);
+      return Raw4<float>{
+          state4(window.p.state, window.p.state_is_bf16, element + window.slot_column(i))};
+    }
+    const int slot = i < 4 && window.first() ? 7 : i;
+    const Raw4<typename T::Input> raw = stream4(window.input(slot, part));
+    return Raw4<float>{make_float4(raw[0], raw[1], raw[2], raw[3])};
+  };
+  // Prefill reads kv in two steps, so that this rare path does not set the register count of all.
+  constexpr int kBatch = T::kMode == Mode::decode ? 8 : 4;
+  Raw4<float> score[8], kv[kBatch];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) score[i] = read(i, 1);
+  float e[8][4], s[4], v[4];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float4 ape = window.prescaled_ape(i);
+#pragma unroll
+    for (int channel = 0; channel < 4; ++channel) {
+      e[i][channel] = __fmaf_rn(score[i][channel], kLog2e, component(ape, channel));
+    }
+  }
+#pragma unroll
+  for (int channel = 0; channel < 4; ++channel) {
+    float m = e[4][channel];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) m = fmaxf(m, window.first() && i < 4 ? m : e[i][channel]);
+    s[channel] = v[channel] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float weight = exp2_weight(e[i][channel], m);
+      e[i][channel] = window.first() && i < 4 ? 0.0f : weight;
+      s[channel] = __fadd_rn(s[channel], e[i][channel]);
+    }
+  }
+#pragma unroll
+  for (int begin = 0; begin < 8; begin += kBatch) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) kv[i] = read(begin + i, 0);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+      for (int channel = 0; channel < 4; ++channel) {
+        v[channel] = __fmaf_rn(e[begin + i][channel], kv[i][channel], v[channel]);
+      }
+    }
+  }
+#pragma unroll
+  for (int channel = 0; channel < 4; ++channel) pooled[channel] = __fdiv_rn(v[channel], s[channel]);
+}
+
+template <class T>
+__device__ __forceinline__ void pool_window(const Window4<T>& window, float (&pooled)[4]) {
+  constexpr bool kBf16 = std::is_same_v<typename T::Input, bf16>;
+  if constexpr (T::kMode == Mode::prefill) {
+    if (window.window.from_state == 0 && !window.first()) {
+      pool_from_input(window, pooled);
+      return;
+    }
+  }
+  // Without slots in the state its dtype does not matter.
+  if (window.p.state_is_bf16 == kBf16 || window.window.from_state == 0) {
+    pool_from_both(window, pooled);
+  } else {
+    pool_widened(window, pooled);
+  }
+}
+
+// One token row into the state.
+template <class T>
+__device__ __forceinline__ void keep_token(const StoreParams& p, int index, int column) {
+  const WriteEntry write = p.writes[index];
+  if (write.token < 0) return;
+  using Input = typename T::Input;
+  const int64_t token = write.token;
+  const Input* kv = static_cast<const Input*>(p.kv) + token * p.kv_stride + column;
+  const Input* score = static_cast<const Input*>(p.score) + token * p.score_stride + column;
+  const int64_t element = static_cast<int64_t>(write.state_row) * 2 * T::kWidth + column;
+  Raw4<Input> row[2 * T::kHalves];
+#pragma unroll
+  for (int half = 0; half < T::kHalves; ++half) {
+    row[half] = stream4(kv + half * T::kDim);
+    row[T::kHalves + half] = stream4(score + half * T::kDim);
+  }
+#pragma unroll
+  for (int part = 0; part < 2 * T::kHalves; ++part) {
+    write_state4(p.state, p.state_is_bf16, element + part * T::kDim, row[part]);
+  }
+}
+
+}  // namespace needlepoint

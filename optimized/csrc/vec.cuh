@@ -1,0 +1,147 @@
+// Four consecutive channels of one row: what a thread owns everywhere but in the query kernel.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+namespace needlepoint {
+
+using bf16 = __nv_bfloat16;
+
+__device__ __forceinline__ float widen_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float widen_high(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+// Two fp32 numbers rounded to bf16, `low` in the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Raw bits as loaded; widened where they are used, so that bf16 rows wait in half the registers.
+template <class Element>
+struct Raw4;
+
+template <>
+struct Raw4<float> {
+  float4 bits;
+  __device__ __forceinline__ float operator[](int i) const {
+    return i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
+  }
+};
+
+template <>
+struct Raw4<bf16> {
+  uint2 bits;
+  __device__ __forceinline__ float operator[](int i) const {
+    const uint32_t pair = i < 2 ? bits.x : bits.y;
+    return i % 2 == 0 ? widen_low(pair) : widen_high(pair);
+  }
+};
+
+// Streaming read of an input row: each byte is needed by exactly one window, so it bypasses L1. It
+// is an ordinary global load (not .nc) on purpose: the compiler may not move it across a barrier,
+// and that is what keeps all reads of a window ahead of its arithmetic (see after_loads).
+__device__ __forceinline__ Raw4<float> stream4(const float* source) {
+  Raw4<float> out;
+  asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(out.bits.x), "=f"(out.bits.y), "=f"(out.bits.z), "=f"(out.bits.w)
+               : "l"(source)
+               : "memory");
+  return out;
+}
+
+__device__ __forceinline__ Raw4<bf16> stream4(const bf16* source) {
+  Raw4<bf16> out;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(out.bits.x), "=r"(out.bits.y)
+               : "l"(source)
+               : "memory");
+  return out;
+}
+
+// Two channels, for ratio 128.
+template <class Element>
+struct Raw2;
+
+template <>
+struct Raw2<float> {
+  float2 bits;
+  __device__ __forceinline__ float operator[](int i) const { return i == 0 ? bits.x : bits.y; }
+};
+
+template <>
+struct Raw2<bf16> {
+  uint32_t bits;
+  __device__ __forceinline__ float operator[](int i) const {
+    return i == 0 ? widen_low(bits) : widen_high(bits);
+  }
+};
+
+__device__ __forceinline__ Raw2<float> stream2(const float* source) {
+  Raw2<float> out;
+  asm volatile("ld.global.L1::no_allocate.v2.f32 {%0, %1}, [%2];"
+               : "=f"(out.bits.x), "=f"(out.bits.y)
+               : "l"(source)
+               : "memory");
+  return out;
+}
+
+__device__ __forceinline__ Raw2<bf16> stream2(const bf16* source) {
+  Raw2<bf16> out;
+  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];"
+               : "=r"(out.bits)
+               : "l"(source)
+               : "memory");
+  return out;
+}
+
+// All loads before this point are issued before it; nothing waits for them here. Without it the
+// compiler saves registers by loading kv only once the scores have arrived, which doubles the time
+// that a window waits for memory.
+__device__ __forceinline__ void after_loads() { __syncwarp(); }
+
+// A small read that is not to be moved behind a branch.
+__device__ __forceinline__ int4 early4(const void* source) {
+  int4 out;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+               : "l"(source)
+               : "memory");
+  return out;
+}
+
+// State rows are written by the same launch (other rows), so they are read as ordinary memory.
+// Their dtype is a run-time property: it changes one uniform branch, not the arithmetic.
+__device__ __forceinline__ float4 state4(const void* state, bool is_bf16, int64_t element) {
+  if (is_bf16) {
+    const uint2 raw = *reinterpret_cast<const uint2*>(static_cast<const bf16*>(state) + element);
+    return make_float4(widen_low(raw.x), widen_high(raw.x), widen_low(raw.y), widen_high(raw.y));
+  }
+  return *reinterpret_cast<const float4*>(static_cast<const float*>(state) + element);
+}
+
+__device__ __forceinline__ float2 state2(const void* state, bool is_bf16, int64_t element) {
+  if (is_bf16) {
+    const auto* narrow = static_cast<const bf16*>(state) + element;
+    const uint32_t raw = *reinterpret_cast<const uint32_t*>(narrow);
+    return make_float2(widen_low(raw), widen_high(raw));
+  }
+  return *reinterpret_cast<const float2*>(static_cast<const float*>(state) + element);
+}
+
+template <class Element>
+__device__ __forceinline__ void write_state4(
+    void* state, bool is_bf16, int64_t element, const Raw4<Element>& x) {
+  if (is_bf16) {
+    *reinterpret_cast<uint2*>(static_cast<bf16*>(state) + element) =
+        make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
+  } else {
+    *reinterpret_cast<float4*>(static_cast<float*>(state) + element) =
+        make_float4(x[0], x[1], x[2], x[3]);
+  }
+}
+
+}  // namespace needlepoint

@@ -1,0 +1,317 @@
+"""The one-launch store: projections of a call to cache bytes, on a CUDA device.
+
+``compress -> norm -> RoPE -> Hadamard -> quantise -> paged store``; the arithmetic is
+docs/specification.md, byte for byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from needlepoint.optimized.cuda_checks import (
+    INPUT_DTYPES,
+    require_same_device,
+    require_same_dtype,
+    require_tensor,
+)
+from needlepoint.optimized.cuda_plan import StorePlan, ring_rows, window_slots
+from needlepoint.optimized.cuda_runtime import kernel
+from needlepoint.optimized.cuda_variants import store_name
+from needlepoint.optimized.pages import LAYOUTS
+from needlepoint.optimized.specification import (
+    EPS_LIMIT,
+    LOG2_E,
+    ROPE_DIMS,
+    SCORE_LIMIT,
+    VALUE_LIMIT,
+)
+
+ROWS = {
+    "index-bf16": (128, "bf16"),
+    "index-fp8": (128, "fp8"),
+    "index-fp4": (128, "fp4"),
+    "main-bf16": (512, "bf16"),
+    "main-584": (512, "584"),
+}
+"""(head_dim, row format) of each page layout."""
+
+
+@dataclass(frozen=True)
+class StoreWeights:
+    """Parameters of one compressor in the form its kernels read them.
+
+    Attributes
+    ----------
+    ratio
+        4 or 128.
+    head_dim
+        128 (index) or 512 (main).
+    ape
+        fp32 ``[ratio, c * head_dim]``, already multiplied by log2 e (A of S1).
+    norm_weight
+        fp32 ``[head_dim]``.
+    rope_table
+        fp32 ``[positions, 32, 2]``, cos and sin.
+    norm_eps
+        Epsilon of the norm.
+    """
+
+    ratio: int
+    head_dim: int
+    ape: Tensor
+    norm_weight: Tensor
+    rope_table: Tensor
+    norm_eps: float
+
+    @classmethod
+    def prepare(
+        cls, ratio: int, ape: Tensor, norm_weight: Tensor, rope_table: Tensor, norm_eps: float
+    ) -> StoreWeights:
+        """Return the parameters with the position embedding prescaled, once for all calls.
+
+        Parameters
+        ----------
+        ratio
+            4 or 128.
+        ape
+            fp32 ``[ratio, c * head_dim]`` as in the checkpoint.
+        norm_weight, rope_table, norm_eps
+            As in the attributes.
+
+        Raises
+        ------
+        ValueError
+            If a shape, dtype or ``norm_eps`` is wrong.
+        """
+        head_dim = norm_weight.shape[0] if norm_weight.ndim == 1 else -1
+        store_name("prefill", ratio, head_dim, "fp32", "bf16")
+        width = head_dim * (2 if ratio == 4 else 1)
+        require_tensor("ape", ape, (ratio, width), (torch.float32,))
+        require_tensor("norm_weight", norm_weight, (head_dim,), (torch.float32,))
+        require_tensor("rope_table", rope_table, (None, ROPE_DIMS // 2, 2), (torch.float32,))
+        if not EPS_LIMIT <= norm_eps < float("inf"):
+            raise ValueError(f"norm_eps {norm_eps!r}: expected finite and at least 2**-126")
+        return cls(ratio, head_dim, ape * float(LOG2_E), norm_weight, rope_table, norm_eps)
+
+
+@dataclass(frozen=True)
+class PagedPool:
+    """Pages that a store writes into.
+
+    Attributes
+    ----------
+    layout
+        Key of :data:`ROWS`.
+    pages
+        uint8 ``[pages, page bytes]``.
+    page_size
+        Rows a page, a power of two.
+    """
+
+    layout: str
+    pages: Tensor
+    page_size: int
+
+
+def new_state(
+    requests: int, ratio: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """Return an unwritten compressor state ``[requests, ring, 2, c * head_dim]``, kv then score."""
+    width = head_dim * (2 if ratio == 4 else 1)
+    shape = (requests, ring_rows(ratio), 2, width)
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def store(
+    kv: Tensor,
+    score: Tensor,
+    weights: StoreWeights,
+    plan: StorePlan,
+    pool: PagedPool,
+    state: Tensor | None = None,
+    *,
+    overlap: bool = True,
+) -> str:
+    """Write the entries that a call completes into their pages, in one launch.
+
+    Values are assumed to meet the specification's preconditions; :func:`require_values` checks.
+
+    Parameters
+    ----------
+    kv, score
+        Projections ``[tokens, c * head_dim]``, fp32 or bf16; rows may be strided, so that both can
+        be columns of one tensor.
+    weights
+        From :meth:`StoreWeights.prepare`.
+    plan
+        From :func:`~needlepoint.optimized.cuda_plan.plan_store`, on the device.
+    pool
+        Pages to write; no byte is written but those of the plan's entries.
+    state
+        From :func:`new_state`, fp32 or bf16; may be None if the plan needs none. A bf16 state
+        rounds fp32 inputs that are kept in it.
+    overlap
+        Whether the launch may overlap with its neighbours in the stream (programmatic dependent
+        launch).
+
+    Returns
+    -------
+    str
+        Name of the kernel variant that ran.
+
+    Raises
+    ------
+    ValueError
+        Before any launch, if an argument does not fit; the message names it.
+    RuntimeError
+        If CUDA refuses the launch; the message names the kernel.
+    """
+    name = require_store(kv, score, weights, plan, pool, state)
+    return launch_store(name, kv, score, weights, plan, pool, state, overlap=overlap)
+
+
+def require_values(kv: Tensor, score: Tensor, weights: StoreWeights) -> None:
+    """Check the specification's preconditions on the values of a call, on any device.
+
+    The kernels assume them. This reads all of ``kv`` and ``score`` once more and waits for the
+    device, so it is for tests, for bring-up and for inputs that are not trusted.
+
+    Raises
+    ------
+    ValueError
+        If a value is not finite, or so large that a sum could overflow or a score lose its softmax.
+    """
+    limits = (("kv", kv, VALUE_LIMIT), ("norm_weight", weights.norm_weight, VALUE_LIMIT))
+    for name, tensor, limit in limits:
+        if not _largest(tensor) < limit:
+            raise ValueError(
+                f"{name}: a magnitude of {_largest(tensor)!r}, expected finite numbers below "
+                f"{limit!r}"
+            )
+    prescaled = _largest(score) * float(LOG2_E) + _largest(weights.ape)
+    if not prescaled < SCORE_LIMIT:
+        raise ValueError(
+            f"score: prescales to magnitudes of up to {prescaled!r}, expected finite numbers below "
+            f"{SCORE_LIMIT!r}; scores this large have no softmax in fp32"
+        )
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest magnitude; NaN if there is one."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def launch_store(
+    name: str,
+    kv: Tensor,
+    score: Tensor,
+    weights: StoreWeights,
+    plan: StorePlan,
+    pool: PagedPool,
+    state: Tensor | None,
+    *,
+    overlap: bool = True,
+) -> str:
+    """Launch a variant on arguments that :func:`require_store` has accepted."""
+    if state is None:
+        state = kv.new_empty((0, ring_rows(weights.ratio), 2, 0))
+    given = {
+        "kv": kv,
+        "score": score,
+        "ape": weights.ape,
+        "norm_weight": weights.norm_weight,
+        "rope_table": weights.rope_table,
+    }
+    planned = {"plan": plan.segments, "slots": plan.slots, "writes": plan.writes}
+    planned |= {"state": state, "pool": pool.pages}
+    device = require_same_device(**given, **planned)
+    shift = pool.page_size.bit_length() - 1
+    launch = kernel(name, device)
+    with torch.cuda.device(device):
+        launch(
+            *given.values(),
+            *planned.values(),
+            shift,
+            weights.norm_eps,
+            overlap,
+        )
+    return name
+
+
+def require_store(
+    kv: Tensor,
+    score: Tensor,
+    weights: StoreWeights,
+    plan: StorePlan,
+    pool: PagedPool,
+    state: Tensor | None,
+) -> str:
+    """Check the arguments of :func:`store` and return the variant's name."""
+    if pool.layout not in ROWS:
+        raise ValueError(f"pool: layout {pool.layout!r}, expected one of {sorted(ROWS)}")
+    head_dim, row = ROWS[pool.layout]
+    if head_dim != weights.head_dim:
+        raise ValueError(
+            f"pool: layout {pool.layout} holds rows of {head_dim} dims, expected "
+            f"{weights.head_dim} like norm_weight"
+        )
+    size = pool.page_size
+    if size < 1 or size & (size - 1) or size != plan.page_size:
+        raise ValueError(
+            f"pool: page_size {size}, expected a power of two equal to the plan's {plan.page_size}"
+        )
+    stride = LAYOUTS[pool.layout].page_bytes(size)
+    require_tensor("pool", pool.pages, (None, stride), (torch.uint8,), align=8)
+    if pool.pages.shape[0] < plan.pages:
+        raise ValueError(f"pool: {pool.pages.shape[0]} pages, expected at least {plan.pages}")
+    require_inputs(kv, score, weights, plan, state)
+    inputs = require_same_dtype("kv", kv, "score", score)
+    mode = "decode" if plan.decode else "prefill"
+    return store_name(mode, weights.ratio, head_dim, inputs, row)
+
+
+def require_inputs(
+    kv: Tensor, score: Tensor, weights: StoreWeights, plan: StorePlan, state: Tensor | None
+) -> None:
+    """Check everything of a store but its pool.
+
+    Raises
+    ------
+    ValueError
+        If an argument does not fit; the message names it.
+    """
+    if plan.ratio != weights.ratio:
+        raise ValueError(f"plan: ratio {plan.ratio}, expected {weights.ratio} like the weights")
+    width = weights.head_dim * (2 if weights.ratio == 4 else 1)
+    for name, tensor in (("kv", kv), ("score", score)):
+        align = 4 * tensor.element_size()
+        require_tensor(name, tensor, (None, width), INPUT_DTYPES, align=align, rows_strided=True)
+        if tensor.stride(0) >= 2**32:
+            raise ValueError(
+                f"{name}: rows {tensor.stride(0)} elements apart, expected less than 2**32"
+            )
+        if tensor.shape[0] < plan.tokens:
+            raise ValueError(
+                f"{name}: {tensor.shape[0]} rows, expected at least {plan.tokens} for the plan"
+            )
+    if weights.rope_table.shape[0] < plan.positions:
+        raise ValueError(
+            f"rope_table: {weights.rope_table.shape[0]} positions, expected at least "
+            f"{plan.positions}"
+        )
+    if state is None:
+        if plan.state_requests:
+            raise ValueError(
+                "state: None, but the plan keeps or reads tokens; pass new_state(..), or plan with "
+                "keep_state=False"
+            )
+        return
+    ring = 2 * window_slots(weights.ratio)
+    require_tensor("state", state, (None, ring, 2, width), INPUT_DTYPES)
+    if state.shape[0] < plan.state_requests:
+        raise ValueError(
+            f"state: {state.shape[0]} requests, expected at least {plan.state_requests}"
+        )

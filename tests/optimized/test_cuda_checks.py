@@ -1,0 +1,184 @@
+"""Bad arguments of the CUDA operations are refused by name, before any device is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from needlepoint.optimized.candidates import create
+from needlepoint.optimized.cuda_checks import require_same_device, require_tensor
+from needlepoint.optimized.cuda_plan import Chunks, StorePlan, plan_store
+from needlepoint.optimized.cuda_query import require_query
+from needlepoint.optimized.cuda_steps import store_in_steps
+from needlepoint.optimized.cuda_store import (
+    PagedPool,
+    StoreWeights,
+    new_state,
+    require_store,
+    require_values,
+    store,
+)
+
+TOKENS, WIDTH = 20, 256
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def weights(positions: int = 32) -> StoreWeights:
+    table = torch.zeros(positions, 32, 2)
+    return StoreWeights.prepare(4, torch.zeros(4, WIDTH), torch.ones(128), table, 1e-6)
+
+
+def plan(*, keep_state: bool = False) -> StorePlan:
+    table = torch.arange(2, dtype=torch.int32).view(1, 2)
+    return plan_store(4, Chunks.whole((TOKENS,)), table, 4, keep_state=keep_state)
+
+
+def pool(layout: str = "index-fp8", pages: int = 2, page_size: int = 4) -> PagedPool:
+    size = {"index-fp8": 132, "index-bf16": 256, "main-bf16": 1024}[layout] * page_size
+    return PagedPool(layout, torch.zeros(pages, size, dtype=torch.uint8), page_size)
+
+
+def rows(tokens: int = TOKENS, width: int = WIDTH, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.zeros(tokens, width, dtype=dtype)
+
+
+def test_good_arguments_name_their_variant() -> None:
+    joined = rows(width=2 * WIDTH, dtype=BF16)
+    kv, score = joined[:, :WIDTH], joined[:, WIDTH:]
+
+    name = require_store(kv, score, weights(), plan(), pool(), None)
+    assert name == "store_prefill_r4_d128_bf16_fp8"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv": rows(dtype=torch.float16)}, "kv: dtype torch.float16, expected torch.float32 or"),
+        ({"kv": rows(width=128)}, r"kv: shape \(20, 128\), expected \(any, 256\)"),
+        ({"score": rows(width=2 * WIDTH)[:, ::2]}, "score: strides .* expected each row contig"),
+        ({"score": rows(dtype=BF16)}, "score: dtype torch.bfloat16, expected torch.float32 like"),
+        ({"kv": rows(tokens=19)}, "kv: 19 rows, expected at least 20"),
+        ({"kv": rows(width=WIDTH + 1)[:, 1:]}, "kv: starts at an address of remainder 4"),
+        ({"kv": rows(tokens=1).expand(TOKENS, WIDTH)}, "kv: rows 0 elements apart"),
+        ({"pool": pool(pages=1)}, "pool: 1 pages, expected at least 2"),
+        ({"pool": pool(page_size=8)}, "pool: page_size 8, expected a power of two equal to"),
+        ({"pool": pool("main-bf16")}, "pool: layout main-bf16 holds rows of 512 dims, expected 12"),
+        ({"pool": replace(pool(), layout="index-fp6")}, "pool: layout 'index-fp6', expected one"),
+        ({"pool": replace(pool(), pages=pool().pages[:, 4:])}, r"pool: shape \(2, 524\), expected"),
+        ({"pool": replace(pool(), pages=pool().pages.char())}, "pool: dtype torch.int8"),
+        ({"weights": weights(16)}, "rope_table: 16 positions, expected at least 17"),
+        ({"plan": plan(keep_state=True)}, "state: None, but the plan keeps or reads tokens"),
+        ({"plan": replace(plan(), ratio=128)}, "plan: ratio 128, expected 4 like the weights"),
+        ({"state": new_state(1, 4, 512, FP32, "cpu")}, r"state: shape \(1, 16, 2, 1024\), expec"),
+        (
+            {"state": new_state(0, 4, 128, FP32, "cpu"), "plan": plan(keep_state=True)},
+            "state: 0 requests, expected at least 1",
+        ),
+    ],
+)
+def test_bad_store_arguments_are_named(changes: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "kv": rows(),
+        "score": rows(),
+        "weights": weights(),
+        "plan": plan(),
+        "pool": pool(),
+        "state": None,
+    }
+    with pytest.raises(ValueError, match=message):
+        require_store(**(arguments | changes))  # type: ignore[arg-type]
+
+
+def test_the_device_is_checked_before_a_launch() -> None:
+    with pytest.raises(ValueError, match="kv: on cpu, expected a CUDA device"):
+        store(rows(), rows(), weights(), plan(), pool())
+    with pytest.raises(ValueError, match="no tensors"):
+        require_same_device()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2.0**60])
+@pytest.mark.parametrize("name", ["kv", "score"])
+def test_values_outside_the_preconditions_are_named(name: str, bad: float) -> None:
+    given = {"kv": rows(), "score": rows()}
+    require_values(**given, weights=weights())
+    given[name][7, 3] = bad
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        require_values(**given, weights=weights())
+
+
+def test_scores_without_a_softmax_are_refused() -> None:
+    score = rows()
+    score[0, 0] = -(2.0**22)
+    with pytest.raises(ValueError, match="scores this large have no softmax"):
+        require_values(rows(), score, weights())
+
+
+def test_separate_steps_refuse_decode_plans() -> None:
+    table = torch.zeros(1, 2, dtype=torch.int32)
+    one = plan_store(4, Chunks.whole((1,)), table, 4, keep_state=False, decode=True)
+    with pytest.raises(ValueError, match="plan: made for decode"):
+        store_in_steps(rows(), rows(), weights(), one, pool())
+
+
+@pytest.mark.parametrize(
+    ("ape", "norm", "eps", "message"),
+    [
+        (torch.zeros(4, 128), torch.ones(128), 1e-6, "ape: shape"),
+        (torch.zeros(4, WIDTH), torch.ones(64), 1e-6, "ratio 4 with head_dim 64: supported are"),
+        (torch.zeros(4, WIDTH), torch.ones(128), 0.0, "norm_eps 0.0: expected finite and at least"),
+        (torch.zeros(4, WIDTH).bfloat16(), torch.ones(128), 1e-6, "ape: dtype torch.bfloat16"),
+    ],
+)
+def test_bad_parameters_are_named(ape: Tensor, norm: Tensor, eps: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StoreWeights.prepare(4, ape, norm, torch.zeros(8, 32, 2), eps)
+
+
+def test_the_position_embedding_is_prescaled_once() -> None:
+    ape = torch.full((4, WIDTH), 3.0)
+    made = StoreWeights.prepare(4, ape, torch.ones(128), torch.zeros(8, 32, 2), 1e-6)
+    log2_e = torch.tensor(0x3FB8AA3B, dtype=torch.int32).view(torch.float32)
+
+    assert torch.equal(made.ape, ape * log2_e)
+
+
+@pytest.mark.parametrize(
+    ("q", "w", "positions", "row", "message"),
+    [
+        ((5, 8, 64), (5, 8), torch.int32, "fp8", "q: shape"),
+        ((5, 8, 128), (5, 7), torch.int32, "fp8", r"weights: shape \(5, 7\), expected \(5, 8\)"),
+        ((5, 8, 128), (5, 8), torch.int64, "fp8", "positions: dtype torch.int64"),
+        ((5, 0, 128), (5, 0), torch.int32, "fp8", "expected at least one head"),
+        ((5, 8, 128), (5, 8), torch.int32, "584", "query of fp32 to 584: supported inputs"),
+    ],
+)
+def test_bad_query_arguments_are_named(
+    q: tuple[int, ...], w: tuple[int, ...], positions: torch.dtype, row: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        require_query(
+            torch.zeros(q),
+            torch.zeros(w),
+            torch.zeros(5, dtype=positions),
+            torch.zeros(8, 32, 2),
+            row,
+        )
+
+
+def test_strided_queries_are_accepted() -> None:
+    q = torch.zeros(5, 16, 128)[:, :8]
+    positions = torch.zeros(5, dtype=torch.int32)
+    name = require_query(q, torch.zeros(5, 8), positions, torch.zeros(8, 32, 2), "fp4")
+
+    assert name == "query_fp32_fp4"
+    require_tensor("empty", torch.zeros(0, 4), (None, 4), (FP32,), rows_strided=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("name", ["cuda:fused-bf16", "cuda:fused-fp4", "cuda:unfused-bf16"])
+def test_candidates_say_that_there_is_no_device(name: str) -> None:
+    with pytest.raises(ValueError, match=r"no CUDA device: torch .* sees none"):
+        create(name)
