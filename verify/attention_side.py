@@ -102,8 +102,18 @@ def attend(
 
 
 def attention_errors(candidate: Tensor, reference: Tensor) -> RowErrors:
-    """Return the relative error of every query's output as ``ratio``."""
-    found, expected = candidate.flatten(1), reference.flatten(1)
+    """Return the relative error of every query's output as ``ratio``.
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ.
+    """
+    if candidate.shape != reference.shape:
+        raise ValueError(
+            f"attention: shape {tuple(candidate.shape)}, expected {tuple(reference.shape)}"
+        )
+    found, expected = candidate.to(torch.float64).flatten(1), reference.flatten(1)
     norm = torch.linalg.vector_norm(expected, dim=1, keepdim=True).clamp(min=2.0**-126)
     elements = (found - expected).abs() / norm
     row = worst_of(elements, found, expected, torch.zeros_like(elements, dtype=torch.int64))

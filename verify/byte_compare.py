@@ -7,6 +7,7 @@ bytes or an infinite error.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -14,18 +15,47 @@ from torch import Tensor
 
 from needlepoint.optimized.interface import PagedRows
 from needlepoint.verify.compare import ulps_apart
-from needlepoint.verify.pages import open_pool
+from needlepoint.verify.pages import Pool, open_pool
 from needlepoint.verify.row_errors import RowErrors, worst_of
+from needlepoint.verify.stage_results import zero_errors
 from needlepoint.verify.stored_rows import read_stored
 
 
-def equal_rows(found: Tensor, expected: Tensor) -> RowErrors:
+@dataclass(frozen=True)
+class UnownedChange:
+    """Bytes of a pool that no entry owns and that differ.
+
+    Attributes
+    ----------
+    count
+        How many.
+    page, byte
+        The first of them.
+    found, expected
+        Its value on either side.
+    request, entry
+        Whose slot it lies in; an entry past the request's last where the slot is not filled yet.
+        None outside of every slot and in pages that no request maps.
+    """
+
+    count: int
+    page: int
+    byte: int
+    found: int
+    expected: int
+    request: int | None
+    entry: int | None
+
+
+def equal_rows(found: Tensor, expected: Tensor, what: str) -> RowErrors:
     """Compare rows of numbers bit by bit.
 
     Parameters
     ----------
     found, expected
         ``[rows, ...]`` of one dtype.
+    what
+        What to call them in errors.
 
     Raises
     ------
@@ -34,12 +64,29 @@ def equal_rows(found: Tensor, expected: Tensor) -> RowErrors:
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise ValueError(
-            f"rows {found.dtype} {tuple(found.shape)} against {expected.dtype} "
+            f"{what}: {found.dtype} {tuple(found.shape)} against {expected.dtype} "
             f"{tuple(expected.shape)}; expected the same dtype and shape on both sides"
         )
     f, e = found.flatten(1), expected.flatten(1)
-    changed = (_bytes(f) != _bytes(e)).reshape(len(f), f.shape[1], -1).any(2)
-    return _rows(changed, f.to(torch.float64), e.to(torch.float64))
+    rows = (~same_bytes(f, e)).nonzero()[:, 0]
+    if not len(rows):
+        return _equal(f)
+    here, there = f[rows], e[rows]
+    changed = (_bytes(here) != _bytes(there)).reshape(len(rows), f.shape[1], -1).any(2)
+    return _changed_rows(_equal(f), rows, changed, here, there)
+
+
+def same_bytes(found: Tensor, expected: Tensor) -> Tensor:
+    """Return which rows have the same bytes, bool ``[rows]``; NaN is equal to itself.
+
+    Parameters
+    ----------
+    found, expected
+        ``[rows, n]``; rows of another dtype are never the same.
+    """
+    if found.dtype != expected.dtype:
+        return torch.zeros(len(found), dtype=torch.bool)
+    return (_bytes(found) == _bytes(expected)).all(1)
 
 
 def equal_stored(found: PagedRows, expected: PagedRows, row_width: int) -> RowErrors:
@@ -63,14 +110,17 @@ def equal_stored(found: PagedRows, expected: PagedRows, row_width: int) -> RowEr
             f"{list(expected.entries)}; expected one layout and the same entries"
         )
     own, meant = read_stored(found, row_width).values, read_stored(expected, row_width).values
-    changed_row = (_row_bytes(found, row_width) != _row_bytes(expected, row_width)).any(1)
-    # A changed byte that decodes to the same number (the sign of a zero) is still a changed row.
-    changed = _bits(own) != _bits(meant)
-    changed[:, 0] |= changed_row & ~changed.any(1)
-    return _rows(changed, own, meant)
+    rows = (_row_bytes(found, row_width) != _row_bytes(expected, row_width)).any(1).nonzero()[:, 0]
+    if not len(rows):
+        return _equal(own)
+    here, there = own[rows], meant[rows]
+    # A changed byte that decodes to the same number (another NaN) is still a changed row.
+    changed = here.view(torch.int64) != there.view(torch.int64)
+    changed[:, 0] |= ~changed.any(1)
+    return _changed_rows(_equal(own), rows, changed, here, there)
 
 
-def unowned_change(found: PagedRows, expected: PagedRows, row_width: int) -> str | None:
+def unowned_change(found: PagedRows, expected: PagedRows, row_width: int) -> UnownedChange | None:
     """Return what changed in bytes that no entry owns, or None.
 
     Pools that are laid out differently are not compared: their unowned bytes do not correspond.
@@ -78,20 +128,45 @@ def unowned_change(found: PagedRows, expected: PagedRows, row_width: int) -> str
     same_tables = all(map(torch.equal, found.page_table, expected.page_table))
     if found.pool.shape != expected.pool.shape or not same_tables:
         return None
-    width = row_width if found.layout == "rows-f64" else None
-    pool = open_pool(found.pool, found.layout, found.page_size, row_width=width)
+    pool = _open(found, row_width)
     owned = pool.owned_mask(found.page_table, found.entries)
     changed = (found.pool.numpy() != expected.pool.numpy()) & ~owned
     count = int(changed.sum())
     if not count:
         return None
     page, byte = (int(i) for i in np.argwhere(changed)[0])
-    return f"{count} bytes that no entry owns differ, first byte {byte} of page {page}"
+    request, entry = _slot_owner(found, pool, page, byte)
+    return UnownedChange(
+        count=count,
+        page=page,
+        byte=byte,
+        found=int(found.pool[page, byte]),
+        expected=int(expected.pool[page, byte]),
+        request=request,
+        entry=entry,
+    )
+
+
+def _slot_owner(
+    paged: PagedRows, pool: Pool, page: int, byte: int
+) -> tuple[int, int] | tuple[None, None]:
+    """Return request and entry of the slot that a byte lies in, filled or not."""
+    size = paged.page_size
+    slots = [
+        (byte - start) // plane.row_bytes
+        for start, plane in pool.geometry.planes
+        if 0 <= byte - start < size * plane.row_bytes
+    ]
+    for request, table in enumerate(paged.page_table):
+        used = table[: -(-paged.entries[request] // size)]
+        for place in (used == page).nonzero().flatten().tolist():
+            if slots:
+                return request, place * size + slots[0]
+    return None, None
 
 
 def _row_bytes(paged: PagedRows, row_width: int) -> Tensor:
-    width = row_width if paged.layout == "rows-f64" else None
-    pool = open_pool(paged.pool, paged.layout, paged.page_size, row_width=width)
+    pool = _open(paged, row_width)
     parts = [
         pool.raw_rows(table, count)
         for table, count in zip(paged.page_table, paged.entries, strict=True)
@@ -99,15 +174,34 @@ def _row_bytes(paged: PagedRows, row_width: int) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
-def _rows(changed: Tensor, found: Tensor, expected: Tensor) -> RowErrors:
-    ratio = torch.where(changed, math.inf, 0.0).to(torch.float64)
-    apart = ulps_apart(found, expected, drop=0)
-    return worst_of(ratio, found, expected, torch.where(changed, apart.clamp(min=1), 0))
+def _open(paged: PagedRows, row_width: int) -> Pool:
+    width = row_width if paged.layout == "rows-f64" else None
+    return open_pool(paged.pool, paged.layout, paged.page_size, row_width=width)
+
+
+def _equal(rows: Tensor) -> RowErrors:
+    """Return the errors of rows that are equal on both sides; their first number stands for both.
+
+    The norm of the reference is left at 0: nothing is relative to it where nothing differs.
+    """
+    first = rows[:, 0].to(torch.float64)
+    return replace(zero_errors(len(rows)), expected=first, found=first)
+
+
+def _changed_rows(
+    base: RowErrors, rows: Tensor, changed: Tensor, found: Tensor, expected: Tensor
+) -> RowErrors:
+    """Return ``base`` with the errors of some rows, elements of which changed."""
+    f, e = found.to(torch.float64), expected.to(torch.float64)
+    apart = torch.where(changed, ulps_apart(f, e, drop=0).clamp(min=1), 0)
+    worst = worst_of(torch.where(changed, math.inf, 0.0).to(torch.float64), f, e, apart)
+    return RowErrors(
+        **{
+            part.name: getattr(base, part.name).index_copy(0, rows, getattr(worst, part.name))
+            for part in fields(RowErrors)
+        }
+    )
 
 
 def _bytes(rows: Tensor) -> Tensor:
     return rows.contiguous().view(torch.uint8)
-
-
-def _bits(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(torch.int64)

@@ -27,7 +27,7 @@ from needlepoint.verify.result import (
     Verdict,
 )
 from needlepoint.verify.stage_results import row_tensors
-from needlepoint.verify.stages import stage_order
+from needlepoint.verify.stages import COMPARED, stage_order
 
 
 @dataclass
@@ -63,8 +63,10 @@ class CandidateOutcome:
     def add(self, outcome: LayerOutcome, result: LayerResult) -> None:
         """Add one layer."""
         self.layers.append(result)
-        for errors in outcome.errors.values():
-            self.rows |= row_tensors(errors, f"{self.name}/layer{outcome.layer}")
+        for stage in result.stages:
+            if stage.kind == COMPARED:
+                errors = outcome.errors[stage.path, stage.stage]
+                self.rows |= row_tensors(errors, f"{self.name}/layer{outcome.layer}")
         for contract, tally in outcome.costs.items():
             self.costs.setdefault(contract, []).append(tally)
         if outcome.entry_bytes:
@@ -162,7 +164,7 @@ def _differs(stage: StageResult) -> bool:
 
 def _accumulated_failed(stage: StageResult) -> bool:
     return (
-        stage.kind == "compared"
+        stage.kind == COMPARED
         and stage.accumulated is not None
         and stage.accumulated.rows_failed > 0
     )

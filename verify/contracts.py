@@ -71,28 +71,33 @@ class Contracts:
         """Begin the next request."""
         self._states = {name: layer.new_request() for name, layer in self._layers.items()}
 
-    def feed(self, hidden: Tensor, projected: Projected) -> dict[str, ContractBlock]:
-        """Advance every contract by one block of tokens.
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Contracts that run."""
+        return tuple(self._layers)
+
+    def feed(self, name: str, hidden: Tensor, projected: Projected) -> ContractBlock | None:
+        """Advance one contract by one block of tokens; contracts may be fed side by side.
 
         Parameters
         ----------
+        name
+            Contract.
         hidden
             ``[tokens, hidden_size]`` of the block.
         projected
             Its projections, rounded to fp32; the exact contract makes its own.
         """
-        found: dict[str, ContractBlock] = {}
-        for name, layer in self._layers.items():
-            state = self._states[name]
-            options = {"keep_scores": True, "attend": False}
-            if layer.arithmetic.projected is Precision.FP32:
-                stages = layer.forward_projected(projected, state, **options)
-            else:
-                stages = layer.forward(hidden, state, **options)
-            self._keep_keys(name, stages)
-            if stages.scores is not None and stages.topk is not None:
-                found[name] = ContractBlock(stages.scores, stages.topk)
-        return found
+        layer, state = self._layers[name], self._states[name]
+        options = {"keep_scores": True, "attend": False}
+        if layer.arithmetic.projected is Precision.FP32:
+            stages = layer.forward_projected(projected, state, **options)
+        else:
+            stages = layer.forward(hidden, state, **options)
+        self._keep_keys(name, stages)
+        if stages.scores is None or stages.topk is None:
+            return None
+        return ContractBlock(stages.scores, stages.topk)
 
     def keys(self) -> Mapping[str, Tensor]:
         """Return the decoded index keys of everything fed so far: float64 ``[entries, 128]``."""

@@ -73,15 +73,15 @@ def key_error(own: Tensor, own_rotated: bool, contract: Tensor) -> Tensor:
 
 def contract_cost(tallies: list[CostTally]) -> ContractCost | None:
     """Return the cost over layers; None where nothing was tallied."""
-    relative = [t.relative for t in tallies if t.relative is not None and t.relative.numel()]
-    if not relative:
+    empty = torch.empty(0, dtype=torch.float64)
+    rows = torch.cat([empty, *(t.relative for t in tallies if t.relative is not None)])
+    overlap = torch.cat([empty, *(t.overlap_rows for t in tallies)])
+    lost = torch.cat([empty, *(t.lost_rows for t in tallies)])
+    if not rows.numel() and not overlap.numel():
         return None
-    rows = torch.cat(relative)
-    overlap = torch.cat([t.overlap_rows for t in tallies])
-    lost = torch.cat([t.lost_rows for t in tallies])
     return ContractCost(
-        rel_mean=finite(rows.mean().item()),
-        rel_max=finite(rows.max().item()),
+        rel_mean=finite(rows.mean().item()) if rows.numel() else None,
+        rel_max=finite(rows.max().item()) if rows.numel() else None,
         overlap_mean=finite(overlap.mean().item()) if overlap.numel() else None,
         score_lost_max=finite(lost.max().item()) if lost.numel() else None,
     )

@@ -13,15 +13,18 @@ from pathlib import Path
 from needlepoint.optimized.interface import CandidateInfo, StageKey
 from needlepoint.reference.profile import CONTRACTS, Arithmetic
 from needlepoint.verify.candidate_results import CandidateOutcome
-from needlepoint.verify.diff_layer import LayerPair, diff_layer
+from needlepoint.verify.diff_layer import diff_layer
+from needlepoint.verify.diff_pair import LayerPair
 from needlepoint.verify.environment import collect_environment
 from needlepoint.verify.inputs_checks import tensor_digest
 from needlepoint.verify.limits import Limits
+from needlepoint.verify.manifest import LayerRecord
 from needlepoint.verify.pipeline import PipelineOutput, pipeline_output
 from needlepoint.verify.profiles import NEEDLEPOINT, profile_of
 from needlepoint.verify.progress import Progress
 from needlepoint.verify.recordings import Recording, RecordingError, open_recording
 from needlepoint.verify.result import InputInfo
+from needlepoint.verify.stages import ATTENTION
 
 
 def diff(
@@ -72,14 +75,19 @@ def diff(
     progress.start("comparing layers", len(chosen))
     for layer in chosen:
         pair = LayerPair(*left.read_layer(layer), *right.read_layer(layer))
-        part, entry, moved = diff_layer(pair, profile_of(info), limits, exact, against, stages)
+        try:
+            part, entry, moved = diff_layer(pair, profile_of(info), limits, exact, against, stages)
+        except ValueError as error:
+            raise RecordingError(f"{a} and {b}, layer {layer}: {error}") from error
         outcome.add(part, entry)
         upstream |= moved
         progress.advance()
     manifest = right.manifest
+    hidden = dict.fromkeys(right.input_name(layer) for layer in chosen)
     source = InputInfo(
         name=manifest.input_name or "recording",
-        sha256=manifest.input_sha256 or tensor_digest([right.hidden(chosen[0])]),
+        # Of what was compared: the recording may have been edited since it was made.
+        sha256=tensor_digest(right.tensor(name) for name in hidden),
         tokens=sum(manifest.requests),
         requests=len(manifest.requests),
         model=manifest.model if isinstance(manifest.model, str) else "recorded",
@@ -142,6 +150,7 @@ def _matching_layers(
     for what in ("model", "requests"):
         one, other = getattr(left.manifest, what), getattr(right.manifest, what)
         if one != other:
+            one, other = _parting(one, other)
             raise RecordingError(
                 f"{what} {one!r} in {left.directory}, {other!r} in {right.directory}; expected two "
                 "recordings of one run"
@@ -155,7 +164,7 @@ def _matching_layers(
                     f"{list(recording.layers)}; expected the same layers on both sides"
                 )
     for layer in layers:
-        one, other = set(left.record(layer).stages), set(right.record(layer).stages)
+        one, other = _judged(left.record(layer)), _judged(right.record(layer))
         for recording, missing in ((left, other - one), (right, one - other)):
             if missing:
                 stages = ", ".join(".".join(key) for key in sorted(missing))
@@ -166,3 +175,16 @@ def _matching_layers(
     if not layers:
         raise RecordingError(f"recording {left.directory} has no layers; nothing to compare")
     return tuple(layers)
+
+
+def _judged(record: LayerRecord) -> set[StageKey]:
+    """Return the stages of a layer that are judged: all but the consequence."""
+    return {key for key in record.stages if key[1] != ATTENTION}
+
+
+def _parting(one: object, other: object) -> tuple[object, object]:
+    """Return what of two values differs: of two models, the fields that do."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return one, other
+    keys = [key for key in one if one[key] != other.get(key)]
+    return {key: one[key] for key in keys}, {key: other.get(key) for key in keys}

@@ -1,46 +1,36 @@
-"""One layer of two recordings: what was given, what was observed, and how far the two are apart."""
+"""One layer of two recordings: how far what was observed is apart, and what that costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-import torch
-
 from needlepoint.optimized.interface import (
     INDEX,
-    MAIN,
     QUERY,
-    LayerInputs,
-    Observed,
     QueryRows,
     StageKey,
 )
-from needlepoint.reference.formats import BF16, FLOAT64, FP4_OFFICIAL, FP8_PLAIN, Format
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.verify.attention_side import attention_errors
-from needlepoint.verify.bounds import ScoreBound
-from needlepoint.verify.byte_compare import equal_rows, equal_stored, unowned_change
-from needlepoint.verify.compare import compare_masked_scores
+from needlepoint.verify.byte_compare import (
+    UnownedChange,
+    equal_rows,
+    equal_stored,
+    unowned_change,
+)
 from needlepoint.verify.contracts import ContractBlock
 from needlepoint.verify.cost import CostTally, key_error
-from needlepoint.verify.enclosure import exact as enclose
+from needlepoint.verify.diff_pair import LayerPair, given_errors, require_same_constants
+from needlepoint.verify.diff_selection import same_selection, selection_errors
 from needlepoint.verify.key_side import StageErrors
 from needlepoint.verify.layer_results import layer_result
 from needlepoint.verify.layer_run import LayerOutcome
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.observed_judge import Judgement, judge_observed
-from needlepoint.verify.query_side import pick_rows, query_rows, usable_scores
-from needlepoint.verify.recordings import RecordingError
-from needlepoint.verify.result import DIFFER, LayerResult
+from needlepoint.verify.result import DIFFER, LayerResult, StageResult, WorstRow
 from needlepoint.verify.row_errors import RowErrors
-from needlepoint.verify.rows import Rows
-from needlepoint.verify.selection import PickErrors, judge_picks
 from needlepoint.verify.stage_blocks import query_blocks
 from needlepoint.verify.stage_results import zero_errors
 from needlepoint.verify.stages import (
-    INPUT,
-    PROJECTED,
+    COMPARED,
     QUERIES,
     SCORES,
     STORED,
@@ -48,40 +38,9 @@ from needlepoint.verify.stages import (
     WEIGHTS,
 )
 from needlepoint.verify.stored_rows import (
-    decoded_queries,
     read_stored,
     replayable,
-    unfolded_weights,
 )
-
-_FORMATS: dict[str, Format] = {
-    "bf16": BF16,
-    "fp8": FP8_PLAIN,
-    "fp4": FP4_OFFICIAL,
-    "float64": FLOAT64,
-}
-
-
-@dataclass(frozen=True)
-class LayerPair:
-    """One layer of both recordings; ``own`` is what is judged."""
-
-    given: LayerInputs
-    meant: Observed
-    own_given: LayerInputs
-    own: Observed
-
-    @property
-    def stages(self) -> frozenset[StageKey]:
-        """Stages that both sides brought."""
-        found = {(MAIN, INPUT), (MAIN, PROJECTED), *self.own.dense}
-        if self.given.query is not None:
-            found |= {(INDEX, PROJECTED), (QUERY, PROJECTED)}
-        found |= {(path, STORED) for path in self.own.stored}
-        found |= {(QUERY, QUERIES), (QUERY, WEIGHTS)} if self.own.query is not None else set()
-        found |= {(INDEX, SCORES)} if self.own.scores is not None else set()
-        found |= {(INDEX, TOPK)} if self.own.topk is not None else set()
-        return frozenset(found)
 
 
 def diff_layer(
@@ -119,16 +78,15 @@ def diff_layer(
     RecordingError
         If the constants of the layer differ: the recordings are not of one model.
     """
-    _require_same_constants(pair)
-    given_errors = _given_errors(pair)
-    upstream = any(bool(e.local.failed(1.0).any()) for e in given_errors.values())
-    found = (
-        _equal_stages(pair) if exact else judge_observed(pair.given, pair.own, arithmetic, limits)
-    )
+    require_same_constants(pair)
+    given = given_errors(pair)
+    upstream = any(bool(errors.local.failed(1.0).any()) for errors in given.values())
+    judge = _equal_stages if exact else _judged_stages
+    found = judge(pair, arithmetic, limits)
     outcome = LayerOutcome(
         layer=pair.given.layer,
         ratio=pair.given.ratio,
-        errors=given_errors | dict(found.errors),
+        errors=given | dict(found.errors),
         picks=found.picks,
         costs={against: _cost(pair)},
         attention=_attention(pair),
@@ -140,44 +98,13 @@ def diff_layer(
     return outcome, _with_notes(result, pair) if exact else result, upstream
 
 
-def _require_same_constants(pair: LayerPair) -> None:
-    one, other = pair.given, pair.own_given
-    constants: dict[str, tuple[object, object]] = {
-        name: (getattr(one, name), getattr(other, name))
-        for name in ("ratio", "lengths", "norm_eps", "topk", "weight_scale")
-    }
-    tensors = {"rope_table": (one.rope_table, other.rope_table)}
-    for path, mine, theirs in ((INDEX, one.index, other.index), (MAIN, one.main, other.main)):
-        if mine is not None and theirs is not None:
-            tensors[f"{path}.ape"] = (mine.ape, theirs.ape)
-            tensors[f"{path}.norm_weight"] = (mine.norm_weight, theirs.norm_weight)
-    different = [name for name, (x, y) in constants.items() if x != y]
-    different += [name for name, (x, y) in tensors.items() if not torch.equal(x, y)]
-    if different:
-        raise RecordingError(
-            f"layer {one.layer}: {', '.join(different)} differ between the recordings; expected "
-            "two recordings of one model and one input"
-        )
+def _judged_stages(pair: LayerPair, arithmetic: Arithmetic, limits: Limits) -> Judgement:
+    return judge_observed(pair.given, pair.own, arithmetic, limits)
 
 
-def _given_errors(pair: LayerPair) -> dict[StageKey, StageErrors]:
-    one, other = pair.given, pair.own_given
-    rows: dict[StageKey, RowErrors] = {(MAIN, INPUT): equal_rows(other.hidden, one.hidden)}
-    for path, meant, own in ((INDEX, one.index, other.index), (MAIN, one.main, other.main)):
-        if meant is not None and own is not None:
-            rows[path, PROJECTED] = equal_rows(
-                torch.cat((own.kv, own.score), dim=1), torch.cat((meant.kv, meant.score), dim=1)
-            )
-    if one.query is not None and other.query is not None:
-        meant_q = torch.cat((one.query.q.flatten(1), one.query.weights), dim=1)
-        own_q = torch.cat((other.query.q.flatten(1), other.query.weights), dim=1)
-        rows[QUERY, PROJECTED] = equal_rows(own_q, meant_q)
-    return {key: StageErrors(key, row, row) for key, row in rows.items()}
-
-
-def _equal_stages(pair: LayerPair) -> Judgement:
+def _equal_stages(pair: LayerPair, arithmetic: Arithmetic, limits: Limits) -> Judgement:
     rows: dict[StageKey, RowErrors] = {
-        key: equal_rows(own, pair.meant.dense[key])
+        key: equal_rows(own, pair.meant.dense[key], ".".join(key))
         for key, own in pair.own.dense.items()
         if len(own)
     }
@@ -187,61 +114,29 @@ def _equal_stages(pair: LayerPair) -> Judgement:
             rows[path, STORED] = equal_stored(own, pair.meant.stored[path], width)
     if pair.own.query is not None and pair.meant.query is not None:
         rows[QUERY, QUERIES] = _equal_queries(pair.own.query, pair.meant.query)
-        rows[QUERY, WEIGHTS] = equal_rows(pair.own.query.weights, pair.meant.query.weights)
-    errors = {key: StageErrors(key, row, row) for key, row in rows.items()}
-    scores, picks = _selection(pair)
-    return Judgement(errors | scores, picks)
+        rows[QUERY, WEIGHTS] = equal_rows(
+            pair.own.query.weights, pair.meant.query.weights, "query.weights"
+        )
+    scores, picks = selection_errors(pair, arithmetic, limits)
+    errors = {key: StageErrors(key, row, row) for key, row in (rows | scores).items()}
+    wanted = {(INDEX, SCORES), (INDEX, TOPK)} & pair.stages
+    if wanted <= errors.keys():
+        return Judgement(errors, picks)
+    # Scores or picks without what they are made from: where the sides differ, the profile's
+    # reference judges.
+    judged, same = _judged_stages(pair, arithmetic, limits), same_selection(pair)
+    for key in wanted - errors.keys():
+        row = zero_errors(sum(pair.given.lengths))
+        errors[key] = StageErrors(key, row, row) if key in same else judged.errors[key]
+    return Judgement(errors, judged.picks)
 
 
 def _equal_queries(own: QueryRows, meant: QueryRows) -> RowErrors:
-    row = equal_rows(own.codes, meant.codes)
+    row = equal_rows(own.codes, meant.codes, "query.query")
     if own.scales is None or meant.scales is None:
         return row
-    scales = equal_rows(own.scales.flatten(1), meant.scales.flatten(1))
+    scales = equal_rows(own.scales.flatten(1), meant.scales.flatten(1), "query.query scales")
     return row.join(scales, first_dim=0)
-
-
-def _selection(pair: LayerPair) -> tuple[dict[StageKey, StageErrors], PickErrors | None]:
-    """Compare scores within the bounds of both sides, and picks by meaning."""
-    meant, own, given = pair.meant, pair.own, pair.given
-    if meant.scores is None or own.scores is None or meant.query is None:
-        return {}, None
-    keys = replayable(read_stored(meant.stored[INDEX], 128).values)
-    spans = [Rows(given.lengths, given.ratio).span(r) for r in range(len(given.lengths))]
-    bounds = [ScoreBound.of_keys(enclose(keys[span])) for span in spans]
-    score_rows: list[RowErrors] = []
-    picks: list[PickErrors] = []
-    for block in query_blocks(given.lengths, given.ratio, meant.query.codes[0].numel()):
-        if block.entries == 0:
-            score_rows.append(zero_errors(block.stop - block.start))
-            bound = torch.empty(block.stop - block.start, 0)
-            reference = found = bound
-        else:
-            part = query_rows(meant.query, block.rows)
-            bound = 2 * bounds[block.request].of_queries(
-                enclose(replayable(decoded_queries(part, _FORMATS[part.format]))),
-                enclose(replayable(unfolded_weights(part))),
-            )
-            reference = meant.scores(block.request, block.start, block.stop)
-            found = own.scores(block.request, block.start, block.stop)
-            score_rows.append(compare_masked_scores(found, reference, bound, block.visible))
-        if own.topk is not None and meant.topk is not None:
-            picks.append(
-                judge_picks(
-                    own.topk[block.rows],
-                    meant.topk[block.rows],
-                    usable_scores(found, block),
-                    usable_scores(reference, block),
-                    bound[:, : block.columns],
-                    block.visible,
-                    given.topk,
-                )
-            )
-    errors = {(INDEX, SCORES): RowErrors.concatenate(score_rows)}
-    if picks:
-        errors[INDEX, TOPK] = RowErrors.concatenate([pick_rows(p) for p in picks])
-    judged = {key: StageErrors(key, row, row) for key, row in errors.items()}
-    return judged, PickErrors.concatenate(picks) if picks else None
 
 
 def _cost(pair: LayerPair) -> CostTally:
@@ -269,18 +164,34 @@ def _attention(pair: LayerPair) -> RowErrors | None:
 
 
 def _with_notes(result: LayerResult, pair: LayerPair) -> LayerResult:
-    """Mark stored stages whose unowned bytes changed: a row that nobody owns is nobody's error."""
-    notes: Mapping[str, str | None] = {
-        path: unowned_change(own, pair.meant.stored[path], _width(pair, path))
-        for path, own in pair.own.stored.items()
-    }
-    stages = tuple(
-        stage.model_copy(update={"verdict": DIFFER, "detail": notes[stage.path]})
-        if stage.stage == STORED and stage.kind == "compared" and notes.get(stage.path)
-        else stage
-        for stage in result.stages
+    """Mark stored stages whose unowned bytes changed: they are no row's error, but a fault."""
+    stages = []
+    for stage in result.stages:
+        change = None
+        if stage.stage == STORED and stage.kind == COMPARED:
+            path = stage.path
+            own, meant = pair.own.stored[path], pair.meant.stored[path]
+            change = unowned_change(own, meant, _width(pair, path))
+        stages.append(stage if change is None else _with_change(stage, change, pair.given.ratio))
+    return result.model_copy(update={"stages": tuple(stages)})
+
+
+def _with_change(stage: StageResult, change: UnownedChange, ratio: int) -> StageResult:
+    entry = change.entry
+    row = WorstRow(
+        request=change.request,
+        position=None if entry is None else (entry + 1) * ratio - 1,
+        entry=entry,
+        dim=None,
+        error=None,
+        expected=change.expected,
+        found=change.found,
+        detail=f"byte {change.byte} of page {change.page}, which no entry owns",
     )
-    return result.model_copy(update={"stages": stages})
+    # Rows that differ are named first; where none does, this byte is the place to look at.
+    worst = (*stage.worst, row) if stage.verdict == DIFFER else (row, *stage.worst)
+    note = f"bytes that no entry owns differ: {change.count}"
+    return stage.model_copy(update={"verdict": DIFFER, "detail": note, "worst": worst})
 
 
 def _width(pair: LayerPair, path: str) -> int:

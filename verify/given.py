@@ -107,7 +107,7 @@ def fingerprint(inputs: LayerInputs) -> dict[str, int]:
 def changed_tensors(before: Mapping[str, int], inputs: LayerInputs) -> list[str]:
     """Return the names of given tensors whose bytes are no longer those of ``before``."""
     after = fingerprint(inputs)
-    return [name for name, value in before.items() if after[name] != value]
+    return [name for name, value in before.items() if after.get(name) != value]
 
 
 def _tensors(inputs: LayerInputs) -> Iterator[tuple[str, Tensor]]:
@@ -116,6 +116,7 @@ def _tensors(inputs: LayerInputs) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{name}.{key}", tensor) for key, tensor in part.__dict__.items())
     yield "rope_table", inputs.rope_table
     yield "hidden", inputs.hidden
+    yield from inputs.layer_weights.items()
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -163,7 +163,7 @@ def _synthetic(
 ) -> Inputs:
     synthetic_kind(kind)
     config = load_config(model or MINI)
-    lengths = DEFAULT_LENGTHS if tokens is None else _synthetic_lengths(tokens)
+    lengths = _default_lengths(config) if tokens is None else _synthetic_lengths(tokens)
     chosen = choose_layers(config, layers, lengths)
     hidden = synthetic_hidden(kind, lengths, config.hidden_size, seed)
 
@@ -181,6 +181,12 @@ def _synthetic(
         states,
         weights,
     )
+
+
+def _default_lengths(config: ModelConfig) -> tuple[int, ...]:
+    """Return lengths at which the selection discards half of what its last query sees."""
+    long = 2 * 4 * config.index_topk + 3
+    return (max(DEFAULT_LENGTHS[0], long), *DEFAULT_LENGTHS[1:])
 
 
 def _synthetic_lengths(tokens: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from needlepoint.verify.stages import (
     GIVEN,
     NOT_COVERED,
     SKIPPED,
+    TOPK,
     declared_stages,
     rows_expected,
     stage_kind,
@@ -88,7 +89,10 @@ def uncompressed_layer(layer: int, lengths: tuple[int, ...]) -> LayerResult:
 
 def _compared(outcome: LayerOutcome, key: StageKey, rows: Rows, limits: Limits) -> StageResult:
     if key in outcome.errors:
-        return compared_stage(outcome.errors[key], rows, limits[key[1]])
+        found = compared_stage(outcome.errors[key], rows, limits[key[1]])
+        idle = key[1] == TOPK and outcome.picks is not None and not outcome.picks.discarded.any()
+        note = "no query sees more entries than it picks" if idle else None
+        return found.model_copy(update={"detail": note})
     if rows.total == 0:
         return uncompared_stage(key, NOT_COVERED, 0, "no request completes a window")
     return uncompared_stage(key, SKIPPED, rows.total, "declared, but not returned")

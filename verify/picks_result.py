@@ -24,8 +24,9 @@ def topk_result(outcome: LayerOutcome, k: int, contract: str) -> TopkResult | No
     if picks is None:
         return None
     cost = outcome.costs.get(contract)
-    overlap = None if cost is None else cost.overlap_rows
-    lost = None if cost is None else cost.lost_rows
+    overlap = lost = None
+    if cost is not None and cost.overlap:  # nothing is tallied without the contract's scores
+        overlap, lost = cost.overlap_rows, cost.lost_rows
     return TopkResult(
         k=k,
         rows=len(picks.invalid),

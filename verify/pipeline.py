@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from torch import Tensor
 
-from needlepoint.optimized.interface import Candidate, StageKey
+from needlepoint.optimized.interface import INDEX, Candidate, CandidateInfo, StageKey
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.verify.candidate_results import CandidateOutcome, candidate_result
+from needlepoint.verify.candidate_run import CandidateFailed, observe
 from needlepoint.verify.environment import collect_environment
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.layer_results import layer_result
-from needlepoint.verify.layer_run import LayerRun, observe
+from needlepoint.verify.layer_run import LayerRun
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.memory_law import transient_law
+from needlepoint.verify.profiles import profile_of
 from needlepoint.verify.progress import Progress
 from needlepoint.verify.result import (
     CANNOT_JUDGE,
@@ -23,11 +26,13 @@ from needlepoint.verify.result import (
     Counts,
     Environment,
     InputInfo,
+    KeyFormat,
     Result,
     StageRef,
     Verdict,
     worst_verdict,
 )
+from needlepoint.verify.stages import TOPK
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,13 @@ def verify(
     Raises
     ------
     ValueError
-        If nothing can be judged: no candidate, a candidate that raises or changes its inputs, or
-        pages that are not what they are declared to be.
+        If nothing can be judged: no candidate, one of unknown profile, one that raises or breaks
+        the protocol, or a k that no request has entries for.
     """
     _require_distinct(candidates)
+    for candidate in candidates:
+        _require_known(candidate.info)
+    _require_selection(inputs, candidates, stages)
     outcomes = [CandidateOutcome(c.info, transient_law(c)) for c in candidates]
     for layer in inputs.layers:
         if inputs.config.ratio(layer) == 0:
@@ -183,7 +191,7 @@ def count_stages(outcomes: Sequence[CandidateOutcome]) -> Counts:
                     skipped.append(reference)
                 elif stage.kind == "compared":
                     expected += 1
-                    compared += 1
+                    compared += stage.verdict != CANNOT_JUDGE
     return Counts(
         expected=expected,
         compared=compared,
@@ -199,3 +207,33 @@ def _require_distinct(candidates: Sequence[Candidate]) -> None:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"candidate {repeated[0]} is named twice; name every candidate once")
+
+
+def _require_known(info: CandidateInfo) -> None:
+    """Refuse a candidate that could not be judged, before anything has run."""
+    if info.format not in get_args(KeyFormat):
+        raise CandidateFailed(
+            f"candidate {info.name}: key format {info.format!r}, expected one of "
+            f"{', '.join(get_args(KeyFormat))}"
+        )
+    profile_of(info)
+
+
+def _require_selection(
+    inputs: Inputs, candidates: Sequence[Candidate], stages: frozenset[StageKey] | None
+) -> None:
+    """Refuse picks that cannot be wrong: with fewer entries than k every query picks all it sees.
+
+    Such a comparison would pass whatever the scores and the selection do.
+    """
+    asked = stages is None or (INDEX, TOPK) in stages
+    k, most = inputs.config.index_topk, max(inputs.requests) // 4
+    if not asked or k <= most or not any((INDEX, TOPK) in c.stages(4) for c in candidates):
+        return
+    for layer in inputs.layers:
+        if inputs.config.ratio(layer) == 4:
+            raise ValueError(
+                f"layer {layer}: k {k} is larger than the pool, the longest request has {most} "
+                "entries: every query would pick all it sees and no selection would be tested; "
+                "give more tokens, a model of smaller index_topk, or name --stages without topk"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -56,17 +57,19 @@ class RotatedQueries:
         self._table = inputs.rope_table.to(torch.float64)
         self._kept: dict[tuple[object, ...], Enclosure] = {}
         self._rows = slice(0, 0)
+        self._lock = Lock()
 
     def query(self, block: Block, arithmetic: Arithmetic) -> Enclosure:
         """Return what the query store receives."""
-        if block.rows != self._rows:
-            self._kept, self._rows = {}, block.rows
         key = (arithmetic.roped, arithmetic.rotated, arithmetic.hadamard)
-        if key not in self._kept:
-            table = self._table[block.positions].unsqueeze(1)
-            given = exact(self._given.q[block.rows])
-            self._kept[key] = query_rotated(given, table, arithmetic)
-        return self._kept[key]
+        with self._lock:
+            if block.rows != self._rows:
+                self._kept, self._rows = {}, block.rows
+            if key not in self._kept:
+                table = self._table[block.positions].unsqueeze(1)
+                given = exact(self._given.q[block.rows])
+                self._kept[key] = query_rotated(given, table, arithmetic)
+            return self._kept[key]
 
     def weights(self, block: Block) -> Enclosure:
         """Return the head weights before their rounding point."""

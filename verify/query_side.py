@@ -99,6 +99,10 @@ class QueryJudge:
         self._reference = reference
         self._limits = limits
         self._keys = reference.keys
+        # Scores of its own, or all that they are made from: else no pick can be justified.
+        self._scored = observed.scores is not None or (
+            stored is not None and observed.query is not None
+        )
         if stored is not None:
             own = exact(replayable(stored.values))
             counts = Rows(inputs.lengths, inputs.ratio)
@@ -129,15 +133,16 @@ class QueryJudge:
         if own_scores is not None:
             errors[INDEX, SCORES] = StageErrors(
                 (INDEX, SCORES),
-                _compare_scores(own_scores, replayed, radius, block),
-                _compare_scores(own_scores, meant.scores, meant.bound, block),
+                compare_scores(own_scores, replayed, radius, block),
+                compare_scores(own_scores, meant.scores, meant.bound, block),
             )
             replayed, radius = usable_scores(own_scores, block), torch.zeros(())
         if self._observed.topk is None:
             return BlockJudgement(errors, None, None, meant.picks)
         picks = self._observed.topk[block.rows]
-        local = self._judge_picks(block, picks, replayed, radius, replayed, radius)
-        swaps = self._judge_picks(block, picks, replayed, radius, meant.scores, meant.bound)
+        justifying = replayed if self._scored else None
+        local = self._judge_picks(block, picks, justifying, radius, replayed, radius)
+        swaps = self._judge_picks(block, picks, justifying, radius, meant.scores, meant.bound)
         errors[INDEX, TOPK] = StageErrors((INDEX, TOPK), pick_rows(local), pick_rows(swaps))
         return BlockJudgement(errors, swaps, picks, meant.picks)
 
@@ -145,7 +150,7 @@ class QueryJudge:
         self,
         block: Block,
         picks: Tensor,
-        own: Tensor,
+        own: Tensor | None,
         own_radius: Tensor,
         reference: Tensor,
         bound: Tensor,
@@ -159,7 +164,7 @@ class QueryJudge:
             bound.expand_as(reference),
             block.visible,
             k,
-            own_radius=own_radius.expand_as(own),
+            own_radius=own_radius.expand_as(reference),
             limit=self._limits[TOPK].value,
         )
 
@@ -220,8 +225,18 @@ def pick_rows(picks: PickErrors) -> RowErrors:
     )
 
 
-def _compare_scores(own: Tensor, reference: Tensor, bound: Tensor, block: Block) -> RowErrors:
-    """Compare the columns that some query sees; the others must be -inf throughout."""
+def compare_scores(own: Tensor, reference: Tensor, bound: Tensor, block: Block) -> RowErrors:
+    """Compare the columns that some query sees; the others must be -inf throughout.
+
+    Parameters
+    ----------
+    own
+        ``[queries, entries]``.
+    reference, bound
+        ``[queries, columns]``.
+    block
+        The queries.
+    """
     columns = block.columns
     if columns == 0:
         row = zero_errors(len(own))

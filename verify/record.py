@@ -22,10 +22,10 @@ from needlepoint.reference.formats import to_bf16
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import BF16_CONTRACT, Arithmetic, Precision
 from needlepoint.reference.stages import ChunkStages
+from needlepoint.verify.candidate_run import CandidateFailed, missing_stages, observe
 from needlepoint.verify.contracts import compute_type
 from needlepoint.verify.given import given_layer
 from needlepoint.verify.inputs import Inputs
-from needlepoint.verify.layer_run import observe
 from needlepoint.verify.profiles import profile_of
 from needlepoint.verify.progress import Progress
 from needlepoint.verify.recordings import (
@@ -111,7 +111,15 @@ def _layer(
     common = ReferenceLayer(inputs.config, layer, weights, BF16_CONTRACT)
     given = given_layer(inputs, layer, common)
     if candidate is not None:
-        return given.inputs, observe(candidate, given.inputs)
+        observed = observe(candidate, given.inputs)
+        missing = missing_stages(candidate, given.inputs, observed)
+        if missing:
+            raise CandidateFailed(
+                f"candidate {candidate.info.name}, layer {layer}: declares "
+                f"{', '.join('.'.join(key) for key in missing)} and did not return it; a recording "
+                "of part of a run would pass for the whole"
+            )
+        return given.inputs, observed
     reference = ReferenceLayer(
         inputs.config, layer, weights, contract, compute=compute_type(contract)
     )
@@ -124,11 +132,19 @@ def _layer(
         else:
             found = reference.forward(part, state, keep_scores=True)
         stages.append(found)
-    return given.inputs, _observed(stages, contract)
+    return given.inputs, reference_observed(stages, contract)
 
 
-def _observed(stages: Sequence[ChunkStages], contract: Arithmetic) -> Observed:
-    """Return the reference's stages of whole requests as what a candidate would hand back."""
+def reference_observed(stages: Sequence[ChunkStages], contract: Arithmetic) -> Observed:
+    """Return the reference's stages as what a candidate would hand back.
+
+    Parameters
+    ----------
+    stages
+        Whole requests in order, each run in one piece and with its scores kept.
+    contract
+        Arithmetic that they were run under.
+    """
     exact = contract.index_key.element == "float64"
     dense: dict[tuple[str, str], Tensor] = {}
     stored: dict[str, PagedRows] = {}

@@ -166,6 +166,8 @@ def _steps(stats: ErrorStats | None) -> str:
 
 def _token(row: WorstRow) -> str:
     """Return a token as ``r0 p511 e127``."""
+    if row.request is None:
+        return "no token"
     entry = "" if row.entry is None else f" e{row.entry}"
     return f"r{row.request} p{row.position}{entry}"
 

@@ -210,8 +210,9 @@ class FirstDivergence(Record):
     layer: Count
     stage: StageName
     path: Path
-    request: Count
-    position: Count
+    request: Count | None
+    """Null, with the position, for a byte that belongs to no token."""
+    position: Count | None
     entry: Count | None
     detail: str
     error: Number | None = None

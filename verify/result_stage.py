@@ -41,8 +41,9 @@ class ErrorStats(Record):
 class WorstRow(Record):
     """One row among the worst of its stage."""
 
-    request: Count
-    position: Count
+    request: Count | None
+    """Null, with the position, for a byte that belongs to no token."""
+    position: Count | None
     entry: Count | None
     """Entry of a key-side row; null for a query-side row."""
     dim: Count | None

@@ -37,6 +37,8 @@ def exact_number(value: float | None) -> str:
 
 def token(row: WorstRow | FirstDivergence) -> str:
     """Return a token as ``request 0 position 511 entry 127``."""
+    if row.request is None:
+        return "no token"
     entry = "" if row.entry is None else f" entry {row.entry}"
     return f"request {row.request} position {row.position}{entry}"
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from needlepoint.verify.pipeline import PipelineOutput
 from torch import Tensor
 
 from needlepoint.verify import commands
@@ -16,6 +15,7 @@ from needlepoint.verify.cli_run import run_app
 from needlepoint.verify.commands import DiffRequest, RecordRequest, VerifyRequest
 from needlepoint.verify.options import DEFAULT_CANDIDATES
 from needlepoint.verify.output import load_result
+from needlepoint.verify.pipeline import PipelineOutput
 from needlepoint.verify.progress import NoProgress, Progress
 from needlepoint.verify.result import CandidateResult, Result
 

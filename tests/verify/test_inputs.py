@@ -239,3 +239,11 @@ def test_a_recording_brings_its_own_seed_and_kind(tmp_path: Path) -> None:
     assert torch.equal(main.norm, meant.norm)
     other = load_inputs(str(tmp_path / "r"), layers=(1,), seed=4)
     assert not torch.equal(other.weights(1).wq_a, made.weights(1).wq_a)
+
+
+@pytest.mark.parametrize("model", ["mini", "v4-flash", "v4-pro"])
+def test_default_synthetic_input_exercises_the_selection(model: str) -> None:
+    config = MODELS[model]
+    lengths = load_inputs("synthetic", model=model).requests
+    assert lengths[0] // 4 >= 2 * config.index_topk
+    assert {length % 4 for length in lengths} >= {2, 3}

@@ -1,0 +1,126 @@
+"""Run one candidate on one layer and hold it to the protocol: no verdict on one that breaks it.
+
+Whatever goes wrong in foreign code becomes one error that names the candidate and the layer. What
+it returned is checked against the rules that recordings obey, so that no comparison meets a shape
+or dtype that it does not expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import Tensor
+
+from needlepoint.optimized.interface import (
+    Candidate,
+    LayerInputs,
+    Observed,
+    ScoreReader,
+    StageKey,
+)
+from needlepoint.verify.given import changed_tensors, fingerprint
+from needlepoint.verify.manifest import TensorRecord
+from needlepoint.verify.recordings_file import dtype_name
+from needlepoint.verify.recordings_layer import layer_record, layer_sources
+from needlepoint.verify.recordings_rules import check_layer
+from needlepoint.verify.stages import INPUT, PROJECTED
+
+
+class CandidateFailed(ValueError):
+    """A candidate raised or broke the protocol: no verdict, ever."""
+
+
+def observe(candidate: Candidate, given: LayerInputs) -> Observed:
+    """Run one candidate on the given tensors of a layer.
+
+    Parameters
+    ----------
+    candidate
+        Who runs.
+    given
+        What it may read.
+
+    Returns
+    -------
+    Observed
+        As returned; a failure of its score reader will be a :class:`CandidateFailed` too.
+
+    Raises
+    ------
+    CandidateFailed
+        If it raises, changes a tensor that it was given, or returns a tensor of another shape or
+        dtype than its stage has, or a stage that it does not declare.
+    """
+    name, before = candidate.info.name, fingerprint(given)
+    with blamed(name, given.layer):
+        declared = candidate.stages(given.ratio)
+        observed = candidate.run(given)
+        changed = changed_tensors(before, given)
+        if changed:
+            raise CandidateFailed(
+                f"candidate {name}, layer {given.layer}: changed its inputs "
+                f"{', '.join(changed)}; expected the given tensors to be left alone"
+            )
+        _require_protocol(given, declared, observed)
+    if observed.scores is None:
+        return observed
+    return replace(observed, scores=_blamed_reader(observed.scores, name, given.layer))
+
+
+def missing_stages(
+    candidate: Candidate, given: LayerInputs, observed: Observed
+) -> tuple[StageKey, ...]:
+    """Return the stages that a candidate declares and did not return, in alphabetical order."""
+    returned = layer_record(given, observed).stages
+    return tuple(sorted(set(candidate.stages(given.ratio)) - set(returned)))
+
+
+@contextmanager
+def blamed(candidate: str, layer: int) -> Iterator[None]:
+    """Turn an error of or about a candidate into one that names it and the layer.
+
+    Raises
+    ------
+    CandidateFailed
+        For any exception inside.
+    """
+    try:
+        yield
+    except CandidateFailed:
+        raise
+    except Exception as error:
+        # A ValueError is written to be read; of any other the type says more than the text.
+        what = f": {error}"
+        if not isinstance(error, ValueError):
+            what = f" failed: {type(error).__name__}: {error}"
+        raise CandidateFailed(f"candidate {candidate}, layer {layer}{what}") from error
+
+
+def _require_protocol(given: LayerInputs, declared: Collection[StageKey], observed: object) -> None:
+    if not isinstance(observed, Observed):
+        raise ValueError(f"run returned {type(observed).__name__}, expected Observed")
+    record = layer_record(given, observed)
+    tensors = {
+        # Only dtype and shape are looked at: nothing has a file.
+        name: TensorRecord.model_construct(
+            file="", dtype=dtype_name(source.dtype, name), shape=source.shape
+        )
+        for name, source in layer_sources(given, observed).items()
+    }
+    check_layer(record, given.lengths, tensors)
+    for key in record.stages:
+        if key not in declared and key[1] not in (INPUT, PROJECTED):
+            raise ValueError(
+                f"run returned stage {'.'.join(key)}, which is not declared; stages() must name "
+                "every stage that run() returns"
+            )
+
+
+def _blamed_reader(reader: ScoreReader, candidate: str, layer: int) -> ScoreReader:
+    def read(request: int, start: int, stop: int) -> Tensor:
+        with blamed(candidate, layer):
+            return reader(request, start, stop)
+
+    return read

@@ -1,0 +1,47 @@
+"""Workers: whole tasks side by side, one torch thread each.
+
+Judging is many small operations. Splitting each of them over threads makes every one wait for the
+slowest thread, which costs more than it gains and collapses on a busy machine. Tasks that do not
+depend on each other run side by side instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Workers:
+    """As many workers as torch has threads; use :func:`workers`."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+
+    def map(self, task: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """Return ``task`` of every item in order; the first exception is raised."""
+        return list(self._pool.map(task, items))
+
+    def run(self, tasks: Iterable[Callable[[], None]]) -> None:
+        """Run tasks side by side and wait for all of them."""
+        self.map(lambda task: task(), tasks)
+
+
+@contextmanager
+def workers() -> Iterator[Workers]:
+    """Hold this thread and all workers to one torch thread each until the block ends."""
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        torch.set_num_threads(1)
+        with pool:
+            yield Workers(pool)
+    finally:
+        # The workers' setting is also the default of threads that start later; restore it.
+        torch.set_num_threads(threads)
