@@ -125,14 +125,15 @@ def to_bf16(x: Tensor) -> Tensor:
 
 
 def _nearest_bf16(x: Tensor) -> Tensor:
-    narrow = x.to(torch.float32)
+    narrow = x.to(torch.float32, memory_format=torch.contiguous_format)
     if x.dtype == torch.float64:
-        bits = narrow.view(torch.int32)
-        before, after = x.abs(), narrow.to(torch.float64).abs()
-        step = (before > after).to(torch.int32) - (before < after).to(torch.int32)
-        tie = (bits & 0xFFFF) == 0x8000
+        bits = narrow.view(torch.int32).flatten()
+        ties = ((bits & 0xFFFF) == 0x8000).nonzero().squeeze(1)
+        # About one number in 65,536: only they are looked at again.
+        before, after = x.flatten()[ties].abs(), narrow.flatten()[ties].to(torch.float64).abs()
         # Sign and magnitude: adding one moves away from zero for either sign.
-        narrow = (bits + torch.where(tie, step, 0)).view(torch.float32)
+        bits[ties] += (before > after).to(torch.int32) - (before < after).to(torch.int32)
+        narrow = bits.view(torch.float32).view(narrow.shape)
     return narrow.to(torch.bfloat16)
 
 

@@ -141,8 +141,11 @@ class QueryJudge:
             return BlockJudgement(errors, None, None, meant.picks)
         picks = self._observed.topk[block.rows]
         justifying = replayed if self._scored else None
-        local = self._judge_picks(block, picks, justifying, radius, replayed, radius)
-        swaps = self._judge_picks(block, picks, justifying, radius, meant.scores, meant.bound)
+        best = select_topk(replayed, self._inputs.topk)
+        local = self._judge_picks(block, picks, best, justifying, radius, replayed, radius)
+        swaps = self._judge_picks(
+            block, picks, meant.picks, justifying, radius, meant.scores, meant.bound
+        )
         errors[INDEX, TOPK] = StageErrors((INDEX, TOPK), pick_rows(local), pick_rows(swaps))
         return BlockJudgement(errors, swaps, picks, meant.picks)
 
@@ -150,20 +153,20 @@ class QueryJudge:
         self,
         block: Block,
         picks: Tensor,
+        meant: Tensor,
         own: Tensor | None,
         own_radius: Tensor,
         reference: Tensor,
         bound: Tensor,
     ) -> PickErrors:
-        k = self._inputs.topk
         return judge_picks(
             picks,
-            select_topk(reference, k),
+            meant,
             own,
             reference,
             bound.expand_as(reference),
             block.visible,
-            k,
+            self._inputs.topk,
             own_radius=own_radius.expand_as(reference),
             limit=self._limits[TOPK].value,
         )
