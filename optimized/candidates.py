@@ -80,7 +80,14 @@ def _call(name: str, module: str, attribute: str) -> Candidate:
         raise ValueError(f"{_unknown(name)} ({error})") from error
     if not callable(found):
         raise ValueError(f"candidate {name!r}: {found!r} is not callable; expected a factory")
-    candidate = found()
+    try:
+        candidate = found()
+    except (ValueError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # an exit in foreign code must not end the run as a success
+        raise ValueError(
+            f"candidate {name!r}: the factory failed: {type(error).__name__}: {error}"
+        ) from error
     lacking = [part for part in ("info", "stages", "run") if not hasattr(candidate, part)]
     if lacking:
         raise ValueError(

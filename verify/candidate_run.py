@@ -7,13 +7,14 @@ or dtype that it does not expect.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor
 
 from needlepoint.optimized.interface import (
+    MAIN,
     Candidate,
     LayerInputs,
     Observed,
@@ -25,7 +26,7 @@ from needlepoint.verify.manifest import TensorRecord
 from needlepoint.verify.recordings_file import dtype_name
 from needlepoint.verify.recordings_layer import layer_record, layer_sources
 from needlepoint.verify.recordings_rules import check_layer
-from needlepoint.verify.stages import INPUT, PROJECTED
+from needlepoint.verify.stages import ATTENTION, INPUT, PROJECTED, declared_stages
 
 
 class CandidateFailed(ValueError):
@@ -69,6 +70,32 @@ def observe(candidate: Candidate, given: LayerInputs) -> Observed:
     return replace(observed, scores=_blamed_reader(observed.scores, name, given.layer))
 
 
+def require_unchanged(before: Mapping[str, int], given: LayerInputs, names: Iterable[str]) -> None:
+    """Refuse given tensors that changed after every candidate had returned.
+
+    Parameters
+    ----------
+    before
+        Fingerprint of the given tensors before the first candidate ran.
+    given
+        The given tensors.
+    names
+        Candidates that ran on them.
+
+    Raises
+    ------
+    CandidateFailed
+        If a tensor changed: a score reader or a thread of a candidate wrote to it.
+    """
+    changed = changed_tensors(before, given)
+    if changed:
+        raise CandidateFailed(
+            f"layer {given.layer}: the given tensors {', '.join(changed)} changed while they were "
+            f"judged, by a score reader or a thread of candidate {', '.join(names)}; expected them "
+            "to be left alone"
+        )
+
+
 def missing_stages(
     candidate: Candidate, given: LayerInputs, observed: Observed
 ) -> tuple[StageKey, ...]:
@@ -88,9 +115,9 @@ def blamed(candidate: str, layer: int) -> Iterator[None]:
     """
     try:
         yield
-    except CandidateFailed:
+    except (CandidateFailed, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # an exit or a cancellation in foreign code is no verdict either
         # A ValueError is written to be read; of any other the type says more than the text.
         what = f": {error}"
         if not isinstance(error, ValueError):
@@ -110,6 +137,15 @@ def _require_protocol(given: LayerInputs, declared: Collection[StageKey], observ
         for name, source in layer_sources(given, observed).items()
     }
     check_layer(record, given.lengths, tensors)
+    known = declared_stages(given.ratio)
+    for key in sorted(declared):
+        if key not in known:
+            raise ValueError(
+                f"stages() names {'.'.join(key)}; a layer of ratio {given.ratio} has "
+                + ", ".join(".".join(stage) for stage in known)
+            )
+    if (MAIN, ATTENTION) in declared and observed.attention is None:
+        raise ValueError("stages() names main.attention and run did not return it")
     for key in record.stages:
         if key not in declared and key[1] not in (INPUT, PROJECTED):
             raise ValueError(

@@ -163,7 +163,7 @@ def run_app(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
         )
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
-    except Exception as error:
+    except BaseException as error:  # an exit or a cancellation inside the run is no verdict
         return _fail(error, debug)
     if code == EXIT_INTERRUPTED:
         _say("interrupted; nothing half-written is left behind")

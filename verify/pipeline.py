@@ -11,8 +11,9 @@ from torch import Tensor
 from needlepoint.optimized.interface import INDEX, Candidate, CandidateInfo, StageKey
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.verify.candidate_results import CandidateOutcome, candidate_result
-from needlepoint.verify.candidate_run import CandidateFailed, observe
+from needlepoint.verify.candidate_run import CandidateFailed, observe, require_unchanged
 from needlepoint.verify.environment import collect_environment
+from needlepoint.verify.given import fingerprint
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.layer_results import layer_result
 from needlepoint.verify.layer_run import LayerRun
@@ -119,11 +120,13 @@ def _run_layer(
     """Judge one layer; everything it held is free when it returns."""
     progress.start(f"layer {layer}: projections and candidates", 1 + len(candidates))
     run = LayerRun(inputs, layer, limits)
+    before = fingerprint(run.given)
     observed = []
     for candidate in candidates:
         progress.advance()
         observed.append((candidate, observe(candidate, run.given)))
     found = run.judge(observed, progress)
+    require_unchanged(before, run.given, [candidate.info.name for candidate in candidates])
     for outcome, candidate, part in zip(outcomes, candidates, found, strict=True):
         declared = candidate.stages(run.given.ratio)
         entry = layer_result(part, declared, run.given, limits, contract, wanted=stages)

@@ -160,7 +160,8 @@ def _memory(candidate: CandidateResult) -> list[str]:
     if law is not None:
         lines.append(
             f"{candidate.name}: {number(law.bytes_per_product)} B x queries x heads x keys, "
-            f"fitted to {len(law.points)} sizes; predicted for {law.predicted_tokens:,} tokens "
+            f"fitted to {len(law.points)} sizes; predicted for the last prefill chunk of "
+            f"{law.predicted_tokens:,} tokens with 64 heads "
             f"(not allocated): {law.predicted_bytes / 2**30:.2f} GiB"
         )
     return lines

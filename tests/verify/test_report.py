@@ -185,7 +185,7 @@ def test_cost_memory_coverage_input_and_environment_are_there(matching: Result) 
 
     assert "emulated:fused-fp8 bf16 0.020 0.040 0.9850 0.010 179.000" in lines
     assert "emulated:fused-fp8: peak 1,048,576 B" in lines
-    assert "predicted for 22,528 tokens (not allocated): 8.25 GiB" in " ".join(lines)
+    assert "chunk of 22,528 tokens with 64 heads (not allocated): 8.25 GiB" in " ".join(lines)
     assert "compared: 20 of 20 stages" in lines
     assert "given: index.projected" in lines
     assert "consequence: main.attention" in lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,6 +67,17 @@ class Wrapped:
 
 def untouched(inputs: LayerInputs, observed: Observed) -> Observed:
     return observed
+
+
+def late_writer(inputs: LayerInputs, observed: Observed) -> Observed:
+    """Write to a given tensor after the run, as a background thread would."""
+
+    def scores(request: int, start: int, stop: int) -> Tensor:
+        inputs.main.kv[0, 0] += 1
+        assert observed.scores is not None
+        return observed.scores(request, start, stop)
+
+    return replace(observed, scores=scores)
 
 
 def keep(*kept: StageKey) -> Change:
@@ -269,6 +281,20 @@ BROKEN: dict[str, tuple[Change | Wrapped, str]] = {
         Wrapped(untouched, claims={"format": "int8"}),
         "key format 'int8', expected one of bf16, fp8, fp4",
     ),
+    "a declared stage that no layer has": (
+        Wrapped(untouched, adds=frozenset({(INDEX, "foo")})),
+        "stages() names index.foo",
+    ),
+    "attention declared and not returned": (
+        Wrapped(untouched, adds=frozenset({(MAIN, "attention")})),
+        "stages() names main.attention and run did not return it",
+    ),
+    "a cancelled run": (Wrapped(raise_error(CancelledError())), "failed: CancelledError"),
+    "a skipped run": (Wrapped(raise_error(pytest.skip.Exception("later"))), "failed: Skipped"),
+    "inputs changed by the score reader": (
+        Wrapped(late_writer),
+        "main.kv changed while they were judged",
+    ),
 }
 
 
@@ -304,7 +330,7 @@ def test_a_candidate_that_ends_the_process_is_no_verdict(
     done = cli("verify", *run_options(small_model), "--candidate", name, "--json", "r.json")
 
     assert done.returncode == 2
-    assert "a candidate ended the process (exit 0)" in done.stderr
+    assert "candidate test:wrapped, layer 0 failed: SystemExit: 0" in done.stderr
     assert not Path("r.json").exists()
 
 
@@ -380,6 +406,7 @@ def test_a_module_outside_of_the_package_can_be_judged(
         "from needlepoint.optimized.candidates import create\n"
         "def fused(): return create('emulated:fused-fp4')\n"
         "def broken(): raise ImportError('no kernel for this machine')\n"
+        "def leaves(): raise SystemExit(0)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "outside", raising=False)
@@ -390,6 +417,9 @@ def test_a_module_outside_of_the_package_can_be_judged(
     assert done.returncode == 2
     assert "no kernel for this machine" in done.stderr
     assert done.stderr.count("\n") == 1
+    done = cli("verify", *options, "--candidate", "outside:leaves")
+    assert done.returncode == 2
+    assert "outside:leaves" in done.stderr
 
 
 def layer_stage(result: Result, path: str, stage: str) -> StageResult:
