@@ -7,6 +7,7 @@ output, progress and errors to standard error.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -215,5 +216,9 @@ def _input(
 
 
 def main() -> int:
-    """Run the command line of this process and return its exit code."""
+    """Run the command line of this process and return its exit code.
+
+    SIGTERM ends it as Ctrl-C does, so that nothing half-written is left behind.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     return run_app(app)

@@ -124,7 +124,15 @@ def _identity(recording: Recording) -> CandidateInfo:
             "or of a candidate with `needlepoint record`"
         )
     if manifest.candidate is not None:
-        return CandidateInfo(**manifest.candidate.model_dump())
+        info = CandidateInfo(**manifest.candidate.model_dump())
+        meant = profile_of(info)
+        stated = manifest.profile
+        if stated is None or (stated.name, stated.switches) != (meant.name, meant.switches()):
+            raise RecordingError(
+                f"recording {recording.directory}: its profile block is not that of {info.name}, "
+                f"{meant.name} in {info.format}; record it again"
+            )
+        return info
     if manifest.profile is None or manifest.profile.name not in CONTRACTS:
         raise RecordingError(
             f"recording {recording.directory}: profile {manifest.profile!r}, expected one of the "

@@ -207,6 +207,9 @@ def _require_distinct(candidates: Sequence[Candidate]) -> None:
     names = [candidate.info.name for candidate in candidates]
     if not names:
         raise ValueError("no candidate: name at least one with --candidate")
+    unprintable = [name for name in names if not name or not name.isprintable()]
+    if unprintable:
+        raise ValueError(f"candidate name {unprintable[0]!r}: expected printable text on one line")
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"candidate {repeated[0]} is named twice; name every candidate once")

@@ -694,3 +694,16 @@ def test_the_shipped_recording_matches(cli: Cli) -> None:
     result = load_result(Path("r.json"))
     assert (result.input.name, result.input.model) == ("mini", "mini")
     assert (result.counts.expected, result.counts.compared) == (17, 17)
+
+
+class Forger(Wrapped):
+    """A name that would print a verdict of its own."""
+
+    @property
+    def info(self) -> CandidateInfo:
+        return replace(create(self.inner).info, name="a\nmatch: 1 of 1")
+
+
+def test_a_name_on_two_lines_is_refused(judge: Judge, small_inputs: Load) -> None:
+    with pytest.raises(ValueError, match="printable text on one line"):
+        judge(small_inputs(), Forger(untouched))

@@ -587,3 +587,17 @@ def test_recordings_without_layers_are_not_equal(
 
     assert done.returncode == 2
     assert "has no layers; nothing to compare" in done.stderr
+
+
+def test_a_profile_block_that_is_not_the_candidates_is_refused(
+    cli: Cli, recorded: Recorded, manifest: EditManifest
+) -> None:
+    a, b = recorded(FP8, "a"), recorded(FP8, "b")
+
+    def change(content: dict[str, Any]) -> None:
+        content["profile"]["switches"]["pooled"] = "bf16"
+
+    manifest(b, change)
+    done = cli("diff", a, b)
+    assert done.returncode == 2
+    assert "its profile block is not that of emulated:fused-fp8" in done.stderr
