@@ -26,7 +26,7 @@ from needlepoint.verify.row_errors import RowErrors
 from needlepoint.verify.stages import NORMED, POOLED, ROPED, ROTATED, STORED
 from needlepoint.verify.stored_rows import StoredRows, replayable
 
-_BLOCK_TOKENS = 4096
+_BLOCK_TOKENS = 1024
 """Tokens whose windows are gathered at once; a multiple of every ratio."""
 
 NOPE = slice(0, 448)
