@@ -98,7 +98,10 @@ ScoreReader = Callable[[int, int, int], Tensor]
 
 @dataclass(frozen=True)
 class Observed:
-    """What a candidate computed for one layer. Absent stages are simply not declared."""
+    """What a candidate computed for one layer. Absent stages are simply not declared.
+
+    Tensors lie in CPU memory, also those of a candidate that ran on a card.
+    """
 
     dense: Mapping[StageKey, Tensor] = field(default_factory=dict)  # pooled, normed, roped, rotated
     stored: Mapping[str, PagedRows] = field(default_factory=dict)  # by path: index, main

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from needlepoint.optimized.interface import PagedRows
-from needlepoint.verify.compare import ulps_apart
 from needlepoint.verify.pages import Pool, open_pool
 from needlepoint.verify.row_errors import RowErrors, worst_of
 from needlepoint.verify.stage_results import zero_errors
@@ -191,10 +190,10 @@ def _equal(rows: Tensor) -> RowErrors:
 def _changed_rows(
     base: RowErrors, rows: Tensor, changed: Tensor, found: Tensor, expected: Tensor
 ) -> RowErrors:
-    """Return ``base`` with the errors of some rows, elements of which changed."""
+    """Return ``base`` with the errors of some rows; their distance is the elements that changed."""
     f, e = found.to(torch.float64), expected.to(torch.float64)
-    apart = torch.where(changed, ulps_apart(f, e, drop=0).clamp(min=1), 0)
-    worst = worst_of(torch.where(changed, math.inf, 0.0).to(torch.float64), f, e, apart)
+    infinite = torch.where(changed, math.inf, 0.0).to(torch.float64)
+    worst = worst_of(infinite, f, e, changed.sum(1, keepdim=True))
     return RowErrors(
         **{
             part.name: getattr(base, part.name).index_copy(0, rows, getattr(worst, part.name))

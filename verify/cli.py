@@ -22,6 +22,7 @@ from needlepoint.verify.options import (
     parse_contract,
     parse_layers,
     parse_number,
+    parse_recorded,
     parse_stages,
 )
 
@@ -139,7 +140,7 @@ def record(
     model: Model = None,
     contract: Contract = "bf16",
     candidate: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Default: the reference.")
+        list[str] | None, typer.Option(metavar="NAME", help="Default: the reference.")
     ] = None,
     layers: Layers = None,
     tokens: Tokens = None,
@@ -152,7 +153,7 @@ def record(
     """Write the stages of the reference or of one candidate to a folder."""
     request = commands.RecordRequest(
         input=_input(input, model, layers, tokens, seed, device),
-        candidate=None if candidate is None else parse_candidates([candidate])[0],
+        candidate=parse_recorded(candidate or [], contract_asked=_named(ctx, "contract")),
         contract=parse_contract(contract),
         out=out,
         force=force,
@@ -161,7 +162,7 @@ def record(
         commands.run_record(request, progress)
     if not quiet:
         with reader_may_leave():
-            typer.echo(f"recorded {candidate or 'reference'} to {out}")
+            typer.echo(f"recorded {request.candidate or 'reference'} to {out}")
     return 0
 
 
@@ -194,6 +195,12 @@ def diff(
     with watched(ctx.obj, quiet=quiet) as progress:
         output = commands.run_diff(request, progress)
     return outputs.finish(output.result, output.rows)
+
+
+def _named(ctx: typer.Context, option: str) -> bool:
+    """Return whether an option stands on the command line, not in the defaults."""
+    source = ctx.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _input(

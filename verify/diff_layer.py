@@ -118,7 +118,8 @@ def _equal_stages(pair: LayerPair, arithmetic: Arithmetic, limits: Limits) -> Ju
             pair.own.query.weights, pair.meant.query.weights, "query.weights"
         )
     scores, picks = selection_errors(pair, arithmetic, limits)
-    errors = {key: StageErrors(key, row, row) for key, row in (rows | scores).items()}
+    errors = {key: StageErrors(key, row, row, "elements") for key, row in rows.items()}
+    errors |= {key: StageErrors(key, row, row) for key, row in scores.items()}
     wanted = {(INDEX, SCORES), (INDEX, TOPK)} & pair.stages
     if wanted <= errors.keys():
         return Judgement(errors, picks)

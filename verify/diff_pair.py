@@ -77,4 +77,4 @@ def given_errors(pair: LayerPair) -> dict[StageKey, StageErrors]:
         meant_q = torch.cat((one.query.q.flatten(1), one.query.weights), dim=1)
         own_q = torch.cat((other.query.q.flatten(1), other.query.weights), dim=1)
         rows[QUERY, PROJECTED] = equal_rows(own_q, meant_q, "query.projected")
-    return {key: StageErrors(key, row, row) for key, row in rows.items()}
+    return {key: StageErrors(key, row, row, "elements") for key, row in rows.items()}

@@ -40,6 +40,8 @@ class StageErrors:
     key: StageKey
     local: RowErrors
     accumulated: RowErrors
+    distance_unit: str | None = None
+    """What ``distance`` counts; None for the stage's usual unit."""
 
 
 @dataclass(frozen=True)

@@ -223,3 +223,33 @@ def parse_candidates(names: Sequence[str]) -> tuple[str, ...]:
         if chosen.count(name) > 1:
             raise ValueError(f"--candidate {name}: given twice; name every candidate once")
     return chosen
+
+
+def parse_recorded(names: Sequence[str], *, contract_asked: bool) -> str | None:
+    """Return the candidate to record, None for the reference.
+
+    Parameters
+    ----------
+    names
+        What ``--candidate`` was given.
+    contract_asked
+        Whether a contract was named on the command line.
+
+    Raises
+    ------
+    ValueError
+        For more than one candidate, or a candidate with a contract: its arithmetic is its own.
+    """
+    if not names:
+        return None
+    if len(names) > 1:
+        raise ValueError(
+            f"--candidate {', '.join(names)}: a recording holds one candidate; record each to a "
+            "folder of its own"
+        )
+    if contract_asked:
+        raise ValueError(
+            f"--contract with --candidate {names[0]}: a contract is the arithmetic of the "
+            "reference; leave one of the two away"
+        )
+    return parse_candidates(names)[0]

@@ -188,11 +188,18 @@ def check_recording_target(out: Path, *, force: bool) -> None:
     if not force:
         raise RecordingError(f"recording {out}: already exists; pass --force to overwrite it")
     try:
-        load_manifest(out)
+        manifest = load_manifest(out)
     except RecordingError as error:
         raise RecordingError(
             f"recording {out}: is a folder, but not a recording; --force does not replace it"
         ) from error
+    own = {MANIFEST_FILE} | {record.file for record in manifest.tensors.values()}
+    foreign = sorted(path.name for path in out.iterdir() if path.name not in own)
+    if foreign:
+        raise RecordingError(
+            f"recording {out}: also holds {foreign[0]}, which is not of the recording; --force "
+            "would delete it; move it away first"
+        )
 
 
 def _swap_in(folder: Path, out: Path) -> None:

@@ -32,7 +32,7 @@ class ErrorStats(Record):
     """``norm(c - r) / max(norm(r), floor)``."""
     distance_max: Count | None = None
     """Largest ULP or code distance of any element."""
-    distance_unit: Literal["ulp", "codes"] | None = None
+    distance_unit: Literal["ulp", "codes", "elements"] | None = None
     rows_failed: Count = 0
     rows_not_finite: Count = 0
     """Rows whose error is NaN or infinite, for example where the bound is zero."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from needlepoint.verify.stages import COMPARED, STORED, TOPK
 WORST_ROWS = 16
 """Rows named per stage; every row's error is in the row file."""
 
+NO_ENTRY = -1
+"""What stands for the lost and the gained entry of a row of picks without a swap."""
+
 _UNITS = {STORED: "codes", "query": "codes"}
 
 
@@ -48,6 +52,8 @@ def compared_stage(errors: StageErrors, rows: Rows, limit: Limit) -> StageResult
         Limit of the stage.
     """
     path, stage = errors.key
+    unit = errors.distance_unit or _UNITS.get(stage, "ulp")
+    stats = partial(_stats, limit=limit, unit=None if stage == TOPK else unit)
     compared = errors.local.rows
     failed = errors.local.failed(limit.value)
     verdict: Verdict = DIFFER if bool(failed.any()) else MATCH
@@ -62,8 +68,8 @@ def compared_stage(errors: StageErrors, rows: Rows, limit: Limit) -> StageResult
             "rows_expected": rows.total,
             "rows_compared": compared,
             "limit": StageLimit(value=limit.value, unit=limit.unit, derivation=limit.derivation),
-            "local": _stats(errors.local, limit, stage),
-            "accumulated": _stats(errors.accumulated, limit, stage),
+            "local": stats(errors.local),
+            "accumulated": stats(errors.accumulated),
             "worst": _worst(errors, rows, limit) if compared == rows.total else (),
         }
     )
@@ -142,17 +148,16 @@ def zero_errors(rows: int) -> RowErrors:
     return RowErrors(zero, zero, zero, count, count, zero, zero, count.to(torch.bool))
 
 
-def _stats(errors: RowErrors, limit: Limit, stage: str) -> ErrorStats:
+def _stats(errors: RowErrors, limit: Limit, unit: str | None) -> ErrorStats:
     units = errors.ratio / limit.value
     relative = spread(errors.relative(limit.floor))
     distance = int(errors.distance.max()) if errors.rows else 0
-    named = None if stage == TOPK else _UNITS.get(stage, "ulp")
     return ErrorStats.model_validate(
         {
             "error": spread(units),
-            "relative": None if stage == TOPK else relative,
-            "distance_max": None if named is None else distance,
-            "distance_unit": named,
+            "relative": None if unit is None else relative,
+            "distance_max": None if unit is None else distance,
+            "distance_unit": unit,
             "rows_failed": int(errors.failed(limit.value).sum()),
             "rows_not_finite": not_finite(errors.ratio),
         }
@@ -162,12 +167,24 @@ def _stats(errors: RowErrors, limit: Limit, stage: str) -> ErrorStats:
 def _worst(errors: StageErrors, rows: Rows, limit: Limit) -> tuple[WorstRow, ...]:
     shown = errors.accumulated if accumulated_only(errors, limit) else errors.local
     order = shown.ratio.nan_to_num(nan=math.inf).sort(descending=True, stable=True).indices
-    return tuple(_worst_row(shown, int(row), rows, limit) for row in order[:WORST_ROWS])
+    picks = errors.key[1] == TOPK
+    return tuple(_worst_row(shown, int(row), rows, limit, picks) for row in order[:WORST_ROWS])
 
 
-def _worst_row(errors: RowErrors, row: int, rows: Rows, limit: Limit) -> WorstRow:
+def _worst_row(errors: RowErrors, row: int, rows: Rows, limit: Limit, picks: bool) -> WorstRow:
     token = rows.token(row)
-    found = float(errors.found[row])
+    expected, found = float(errors.expected[row]), float(errors.found[row])
+    if picks and expected == found == NO_ENTRY and not errors.ratio[row] <= limit.value:
+        return WorstRow(
+            request=token.request,
+            position=token.position,
+            entry=None,
+            dim=None,
+            error=None,
+            expected=None,
+            found=None,
+            detail="picks that are invalid, and none that was swapped",
+        )
     detail = "scale" if bool(errors.scale_fault[row]) else None
     if not math.isfinite(found):
         detail = f"found is {found}"
@@ -177,7 +194,7 @@ def _worst_row(errors: RowErrors, row: int, rows: Rows, limit: Limit) -> WorstRo
         entry=token.entry,
         dim=int(errors.dim[row]),
         error=finite(float(errors.ratio[row]) / limit.value),
-        expected=finite(float(errors.expected[row])),
+        expected=finite(expected),
         found=finite(found),
         detail=detail,
     )

@@ -56,10 +56,10 @@ def headline(result: Result) -> str:
                 f"gate {gate.path}{gate.operator}{exact_number(gate.limit)} exceeded, "
                 f"found {exact_number(gate.found)} ({gate.candidate})"
             )
-    gates = f", {len(result.gates)} gates kept" if result.gates else ""
+    gates = f", {_counted(len(result.gates), 'gate')} kept" if result.gates else ""
     return shown + (
         f"{result.counts.compared} of {result.counts.expected} stages compared, "
-        f"{len(result.candidates)} candidates{gates}"
+        f"{_counted(len(result.candidates), 'candidate')}{gates}"
     )
 
 
@@ -139,11 +139,16 @@ def _values(stage: StageResult, where: FirstDivergence) -> list[str]:
         if (row.request, row.position, row.entry) == (where.request, where.position, where.entry):
             dim = "" if row.dim is None else f" at dim {row.dim}"
             found = f"found {exact_number(row.found)}"
-            lines.append(f"expected {exact_number(row.expected)}, {found}{dim}")
+            values = f"expected {exact_number(row.expected)}, {found}{dim}"
+            lines.append(row.detail if row.found is None and row.detail else values)
             break
     if stage.limit is not None:
         lines.append(f"limit {short(stage.limit.value)} {stage.limit.unit}")
     return lines
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _shortfall(result: Result) -> str:

@@ -15,6 +15,7 @@ from needlepoint.verify.options import (
     parse_candidates,
     parse_layers,
     parse_number,
+    parse_recorded,
     parse_stages,
 )
 
@@ -168,3 +169,12 @@ def test_numbers_are_whole_and_large_enough(text: str) -> None:
 def test_number_is_returned() -> None:
     assert parse_number("--seed", "0", 0) == 0
     assert parse_number("--tokens", "8192", 1) == 8192
+
+
+def test_one_candidate_is_recorded_or_the_reference() -> None:
+    assert parse_recorded([], contract_asked=True) is None
+    assert parse_recorded(["emulated:fused-fp8"], contract_asked=False) == "emulated:fused-fp8"
+    with pytest.raises(ValueError, match="a recording holds one candidate; record each"):
+        parse_recorded(["emulated:fused-fp8", "emulated:fused-fp4"], contract_asked=False)
+    with pytest.raises(ValueError, match="a contract is the arithmetic of the reference"):
+        parse_recorded(["emulated:fused-fp8"], contract_asked=True)

@@ -441,6 +441,10 @@ def test_targets_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="not a recording; --force does not replace it"):
         record(tmp_path / "home", force=True)
     assert (tmp_path / "home" / "precious").exists()
+    (tmp_path / "out" / "notes.txt").write_text("")
+    with pytest.raises(RecordingError, match=r"also holds notes\.txt, which is not of the"):
+        record(tmp_path / "out", force=True)
+    assert (tmp_path / "out" / "notes.txt").exists()
     (tmp_path / "empty").mkdir()
     record(tmp_path / "empty")
     assert open_recording(tmp_path / "empty").layers == (2, 3)

@@ -356,6 +356,9 @@ def test_the_lowest_bit_of_any_recorded_row_counts(
     assert (first.request, first.position, first.entry) == token
     upstream = first.stage in ("input", "projected")
     assert result.detail == ("upstream" if upstream else None)
+    local = stage_of(result, first.path, first.stage).local
+    assert local is not None
+    assert (local.distance_max, local.distance_unit) == (1, "elements")
 
 
 def test_scores_are_free_within_the_bounds_of_both_and_not_beyond(

@@ -253,3 +253,22 @@ def test_the_law_of_unfused_scoring_predicts_a_prompt_that_is_never_run() -> Non
     # Queries of the last chunk of 8,192, 64 heads, 5,632 keys, 4 bytes each.
     assert law.predicted_bytes == pytest.approx(6144 * 64 * 5632 * 4, rel=0.01)
     assert transient_law(create("emulated:fused-fp8")) is None
+
+
+def test_an_invalid_pick_without_a_swap_shows_no_entries() -> None:
+    alone = torch.full((1,), -1, dtype=torch.int64)
+    picks = errors(0.0).with_entries(
+        torch.tensor([math.inf], dtype=torch.float64),
+        torch.zeros(1, dtype=torch.int64),
+        alone,
+        alone,
+    )
+
+    found = compared_stage(StageErrors(("index", "topk"), picks, picks), Rows((1,), 1), LIMIT)
+
+    assert found.verdict == "differ"
+    worst = found.worst[0]
+    assert (worst.request, worst.position, worst.expected, worst.found) == (0, 0, None, None)
+    assert worst.detail == "picks that are invalid, and none that was swapped"
+    assert found.local is not None
+    assert found.local.distance_unit is None
