@@ -114,6 +114,10 @@ class StorePlan:
         Pages that the pool must have.
     page_size
         Rows a page that ``slots`` were made for.
+    workspace
+        int32: what the blocks of a window pass to one another at ratio 128, 512 words and a count
+        of zero a window; empty on the CPU and at ratio 4. Launches leave the counts at zero; two at
+        the same time must not share it.
     """
 
     ratio: int
@@ -128,11 +132,23 @@ class StorePlan:
     positions: int
     pages: int
     page_size: int
+    workspace: Tensor
 
     def to(self, device: torch.device | str) -> StorePlan:
         """Return the plan with its tensors on a device."""
-        names = ("segments", "slots", "writes")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        words = self.workspace_words
+        return replace(
+            self,
+            segments=self.segments.to(device),
+            slots=self.slots.to(device),
+            writes=self.writes.to(device),
+            workspace=torch.zeros(words, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def workspace_words(self) -> int:
+        """Words that ``workspace`` must have for a launch."""
+        return (512 + 1) * self.slots.shape[0] if self.ratio == 128 else 0
 
     def padded(self, slots: int, writes: int) -> StorePlan:
         """Return the plan with skipped entries added, as a captured graph of fixed size needs it.
@@ -149,12 +165,14 @@ class StorePlan:
                 f"padded to {slots} and {writes}"
             )
         pad = torch.nn.functional.pad
-        return replace(
+        padded = replace(
             self,
             segments=pad(self.segments, (0, 0, 0, more)) if self.decode else self.segments,
             slots=pad(self.slots, (0, more), value=-1),
             writes=pad(self.writes, (0, 0, 0, kept), value=-1),
         )
+        words = padded.workspace_words if self.workspace.numel() else 0
+        return replace(padded, workspace=self.workspace.new_zeros(words))
 
 
 def plan_store(
@@ -232,6 +250,7 @@ def plan_store(
         positions=int(entry.max()) * ratio + 1 if entry.size else 0,
         pages=int(slot.max()) // page_size + 1 if slot.size else 0,
         page_size=page_size,
+        workspace=torch.zeros(0, dtype=torch.int32),
     )
 
 

@@ -11,6 +11,7 @@ from needlepoint.optimized.cuda_checks import (
     require_same_dtype,
     require_tensor,
 )
+from needlepoint.optimized.cuda_faults import new_faults, require_no_query_faults
 from needlepoint.optimized.cuda_runtime import kernel
 from needlepoint.optimized.cuda_variants import query_name
 from needlepoint.optimized.interface import QueryRows
@@ -27,6 +28,7 @@ def store_queries(
     weight_scale: float,
     row: str,
     *,
+    faults: Tensor | None = None,
     overlap: bool = True,
 ) -> QueryRows:
     """Store every query head row and fold the head weights (S8), in one launch.
@@ -45,19 +47,25 @@ def store_queries(
         Constant of the head weights.
     row
         ``"bf16"``, ``"fp8"`` or ``"fp4"``.
+    faults
+        As in :func:`~needlepoint.optimized.cuda_store.store`.
     overlap
         Whether the launch may overlap with its neighbours in the stream.
 
     Raises
     ------
     ValueError
-        Before any launch, if an argument does not fit; the message names it.
+        Before any launch, if an argument does not fit; the message names it. After it, without
+        ``faults``, if a query row or a head weight is not finite.
     """
     name = require_query(q, weights, positions, rope_table, row)
     device = require_same_device(q=q, weights=weights, positions=positions, rope_table=rope_table)
     tokens, heads, _ = q.shape
     out = allocate_queries(tokens, heads, row, device)
-    launch_query(name, q, weights, positions, rope_table, weight_scale, out, overlap=overlap)
+    found = new_faults(device) if faults is None else faults
+    launch_query(name, q, weights, positions, rope_table, weight_scale, out, found, overlap=overlap)
+    if faults is None:
+        require_no_query_faults(found)
     return out
 
 
@@ -82,6 +90,7 @@ def launch_query(
     rope_table: Tensor,
     weight_scale: float,
     out: QueryRows,
+    faults: Tensor,
     *,
     overlap: bool = True,
 ) -> None:
@@ -90,7 +99,18 @@ def launch_query(
     codes = out.codes.view(torch.uint8)
     scales = codes if out.scales is None else out.scales
     with torch.cuda.device(q.device):
-        launch(q, weights, positions, rope_table, codes, scales, out.weights, weight_scale, overlap)
+        launch(
+            q,
+            weights,
+            positions,
+            rope_table,
+            codes,
+            scales,
+            out.weights,
+            faults,
+            weight_scale,
+            overlap,
+        )
 
 
 def require_query(

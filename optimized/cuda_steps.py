@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.cuda_faults import new_faults, require_no_store_faults
 from needlepoint.optimized.cuda_plan import StorePlan
 from needlepoint.optimized.cuda_runtime import kernel
 from needlepoint.optimized.cuda_store import (
@@ -64,7 +65,9 @@ def store_in_steps(
     dense_plan = replace(plan, slots=place, page_size=1)
     dense = PagedPool(pool.layout, fresh("pooled").view(torch.uint8), 1)
     name = store_name("prefill", plan.ratio, head_dim, inputs, "fp32")
-    launch_store(name, kv, score, weights, dense_plan, dense, state)
+    faults = new_faults(kv.device)
+    launch_store(name, kv, score, weights, dense_plan, dense, state, faults)
+    require_no_store_faults(faults, plan)
 
     def step(name: str, rows: Tensor, slots: Tensor, target: Tensor, shift: int) -> None:
         launch = kernel(name, kv.device)

@@ -17,6 +17,7 @@ from needlepoint.optimized.cuda_checks import (
     require_same_dtype,
     require_tensor,
 )
+from needlepoint.optimized.cuda_faults import new_faults, require_no_store_faults
 from needlepoint.optimized.cuda_plan import StorePlan, ring_rows, window_slots
 from needlepoint.optimized.cuda_runtime import kernel
 from needlepoint.optimized.cuda_variants import store_name
@@ -26,6 +27,7 @@ from needlepoint.optimized.specification import (
     LOG2_E,
     ROPE_DIMS,
     SCORE_LIMIT,
+    TABLE_LIMIT,
     VALUE_LIMIT,
 )
 
@@ -57,6 +59,9 @@ class StoreWeights:
         fp32 ``[positions, 32, 2]``, cos and sin.
     norm_eps
         Epsilon of the norm.
+    score_safe
+        Magnitude below which a score keeps the precondition wherever it stands; larger ones are
+        looked at exactly.
     """
 
     ratio: int
@@ -65,12 +70,15 @@ class StoreWeights:
     norm_weight: Tensor
     rope_table: Tensor
     norm_eps: float
+    score_safe: float
 
     @classmethod
     def prepare(
         cls, ratio: int, ape: Tensor, norm_weight: Tensor, rope_table: Tensor, norm_eps: float
     ) -> StoreWeights:
         """Return the parameters with the position embedding prescaled, once for all calls.
+
+        Their values are checked here, so that a launch need not: this waits for the device.
 
         Parameters
         ----------
@@ -84,7 +92,7 @@ class StoreWeights:
         Raises
         ------
         ValueError
-            If a shape, dtype or ``norm_eps`` is wrong.
+            If a shape, dtype or ``norm_eps`` is wrong, or a value lies outside the preconditions.
         """
         head_dim = norm_weight.shape[0] if norm_weight.ndim == 1 else -1
         store_name("prefill", ratio, head_dim, "fp32", "bf16")
@@ -94,7 +102,21 @@ class StoreWeights:
         require_tensor("rope_table", rope_table, (None, ROPE_DIMS // 2, 2), (torch.float32,))
         if not EPS_LIMIT <= norm_eps < float("inf"):
             raise ValueError(f"norm_eps {norm_eps!r}: expected finite and at least 2**-126")
-        return cls(ratio, head_dim, ape * float(LOG2_E), norm_weight, rope_table, norm_eps)
+        prescaled = ape * float(LOG2_E)
+        for name, tensor, limit in (
+            ("norm_weight", norm_weight, VALUE_LIMIT),
+            ("rope_table", rope_table, TABLE_LIMIT),
+            ("ape", prescaled, SCORE_LIMIT),
+        ):
+            if not _largest(tensor) < limit:
+                raise ValueError(
+                    f"{name}: a magnitude of {_largest(tensor)!r}, expected finite numbers below "
+                    f"{limit!r}"
+                )
+        # |score| * L + |A| stays below the limit by more than every rounding on the way costs.
+        room = SCORE_LIMIT * (1 - 2.0**-20) - _largest(prescaled)
+        safe = max(room / float(LOG2_E) * (1 - 2.0**-20), 0.0)
+        return cls(ratio, head_dim, prescaled, norm_weight, rope_table, norm_eps, safe)
 
 
 @dataclass(frozen=True)
@@ -133,11 +155,10 @@ def store(
     pool: PagedPool,
     state: Tensor | None = None,
     *,
+    faults: Tensor | None = None,
     overlap: bool = True,
 ) -> str:
     """Write the entries that a call completes into their pages, in one launch.
-
-    Values are assumed to meet the specification's preconditions; :func:`require_values` checks.
 
     Parameters
     ----------
@@ -153,6 +174,10 @@ def store(
     state
         From :func:`new_state`, fp32 or bf16; may be None if the plan needs none. A bf16 state
         rounds fp32 inputs that are kept in it.
+    faults
+        From :func:`~needlepoint.optimized.cuda_faults.new_faults`: the launch notes there what it
+        finds outside the preconditions, and the caller reads it. With None this function waits for
+        the launch and raises.
     overlap
         Whether the launch may overlap with its neighbours in the stream (programmatic dependent
         launch).
@@ -165,38 +190,19 @@ def store(
     Raises
     ------
     ValueError
-        Before any launch, if an argument does not fit; the message names it.
+        Before any launch, if an argument does not fit; the message names it. After it, without
+        ``faults``, if a stored window lies outside the preconditions.
     RuntimeError
         If CUDA refuses the launch; the message names the kernel.
     """
     name = require_store(kv, score, weights, plan, pool, state)
-    return launch_store(name, kv, score, weights, plan, pool, state, overlap=overlap)
-
-
-def require_values(kv: Tensor, score: Tensor, weights: StoreWeights) -> None:
-    """Check the specification's preconditions on the values of a call, on any device.
-
-    The kernels assume them. This reads all of ``kv`` and ``score`` once more and waits for the
-    device, so it is for tests, for bring-up and for inputs that are not trusted.
-
-    Raises
-    ------
-    ValueError
-        If a value is not finite, or so large that a sum could overflow or a score lose its softmax.
-    """
-    limits = (("kv", kv, VALUE_LIMIT), ("norm_weight", weights.norm_weight, VALUE_LIMIT))
-    for name, tensor, limit in limits:
-        if not _largest(tensor) < limit:
-            raise ValueError(
-                f"{name}: a magnitude of {_largest(tensor)!r}, expected finite numbers below "
-                f"{limit!r}"
-            )
-    prescaled = _largest(score) * float(LOG2_E) + _largest(weights.ape)
-    if not prescaled < SCORE_LIMIT:
-        raise ValueError(
-            f"score: prescales to magnitudes of up to {prescaled!r}, expected finite numbers below "
-            f"{SCORE_LIMIT!r}; scores this large have no softmax in fp32"
-        )
+    found = faults
+    if found is None:
+        found = new_faults(require_same_device(kv=kv))
+    launch_store(name, kv, score, weights, plan, pool, state, found, overlap=overlap)
+    if faults is None:
+        require_no_store_faults(found, plan)
+    return name
 
 
 def _largest(tensor: Tensor) -> float:
@@ -212,9 +218,10 @@ def launch_store(
     plan: StorePlan,
     pool: PagedPool,
     state: Tensor | None,
+    faults: Tensor,
     *,
     overlap: bool = True,
-) -> str:
+) -> None:
     """Launch a variant on arguments that :func:`require_store` has accepted."""
     if state is None:
         state = kv.new_empty((0, ring_rows(weights.ratio), 2, 0))
@@ -226,8 +233,13 @@ def launch_store(
         "rope_table": weights.rope_table,
     }
     planned = {"plan": plan.segments, "slots": plan.slots, "writes": plan.writes}
-    planned |= {"state": state, "pool": pool.pages}
+    planned |= {"state": state, "pool": pool.pages, "faults": faults, "workspace": plan.workspace}
     device = require_same_device(**given, **planned)
+    if plan.workspace.numel() < plan.workspace_words:
+        raise ValueError(
+            f"plan: a workspace of {plan.workspace.numel()} words, expected "
+            f"{plan.workspace_words}; call plan.to(device)"
+        )
     shift = pool.page_size.bit_length() - 1
     launch = kernel(name, device)
     with torch.cuda.device(device):
@@ -236,9 +248,9 @@ def launch_store(
             *planned.values(),
             shift,
             weights.norm_eps,
+            weights.score_safe,
             overlap,
         )
-    return name
 
 
 def require_store(

@@ -6,11 +6,15 @@ are held against. A ratio above 1 means that ours is faster.
 
 from __future__ import annotations
 
+import datetime
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Final
 
 import torch
 
+from needlepoint.optimized.cuda_runtime import require_cuda
 from needlepoint.verify.bench_cases import (
     QueryBench,
     StoreBench,
@@ -26,10 +30,14 @@ from needlepoint.verify.bench_timing import (
     measure,
     product_rate,
 )
+from needlepoint.verify.environment import driver_version
 
+SCHEMA: Final = "needlepoint.bench/1"
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _NAMES = {_FP32: "fp32", _BF16: "bf16"}
 PREFILL_TOKENS = (65472, 16384, 4096)
+QUERIES = ((8192, 64, "fp8"), (8192, 64, "fp4"), (8192, 64, "bf16"))
+"""(tokens, heads, row) of the query workloads."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +78,43 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """All workloads of one run and the ceilings of the card in that run."""
+    """All workloads of one run and the ceilings of the card in that run.
 
+    Attributes
+    ----------
+    date, card, architecture, driver, torch
+        Where and when.
+    sglang
+        Version that was measured beside, or None.
+    copy_4gib
+        Terabytes a second, read and written, of a 4 GiB copy.
+    product
+        Teraflops of an 8192 x 8192 x 8192 bf16 product.
+    rows
+        Workloads.
+    """
+
+    date: str
     card: str
+    architecture: str
+    driver: str
     torch: str
     sglang: str | None
     copy_4gib: float
     product: float
     rows: tuple[BenchRow, ...]
 
+    def json(self) -> str:
+        """Return the report as ``needlepoint.bench/1``: one JSON object."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
+
     def table(self) -> str:
         """Return the report as text, one line a workload."""
         return "\n".join(
             [
-                f"{self.card}, torch {self.torch}, sglang {self.sglang or 'absent'}; 4 GiB copy "
-                f"{self.copy_4gib:.2f} TB/s, bf16 product {self.product:.0f} TFLOP/s",
+                f"{self.date}, {self.card} ({self.architecture}), driver {self.driver}, torch "
+                f"{self.torch}, sglang {self.sglang or 'absent'}",
+                f"4 GiB copy {self.copy_4gib:.2f} TB/s, bf16 product {self.product:.0f} TFLOP/s",
                 f"{'workload':58} {'us':>8} {'quartiles':>15} {'TB/s':>5} {'floor':>7} "
                 f"{'sglang':>8} {'quartiles':>15} {'ratio':>6}",
                 *(row.line() for row in self.rows),
@@ -121,25 +151,56 @@ def decode_cases(batches: Sequence[int] = (1, 16, 64, 256)) -> Iterator[StoreCas
         for start in (4223, 4200):
             yield StoreCase("main-584", 128, _FP32, _FP32, batch, start, 1)
         yield StoreCase("index-fp8", 4, _BF16, _BF16, batch, 4099, 1)
+        yield StoreCase("main-584", 4, _BF16, _BF16, batch, 4099, 1)
         yield StoreCase("main-584", 128, _BF16, _BF16, batch, 4223, 1)
+
+
+def select(
+    cases: Sequence[StoreCase], queries: Sequence[tuple[int, int, str]], words: Sequence[str]
+) -> tuple[list[StoreCase], list[tuple[int, int, str]]]:
+    """Return the workloads whose name holds one of the words; all if there is no word.
+
+    Raises
+    ------
+    ValueError
+        If a word is in no name.
+    """
+    names = [case_name(case) for case in cases] + [query_case_name(*query) for query in queries]
+    for word in words:
+        if not any(word in name for name in names):
+            raise ValueError(f"workload {word!r}: in no name; names look like {names[0]!r}")
+
+    def wanted(name: str) -> bool:
+        return not words or any(word in name for word in words)
+
+    return (
+        [case for case in cases if wanted(case_name(case))],
+        [query for query in queries if wanted(query_case_name(*query))],
+    )
+
+
+def case_name(case: StoreCase) -> str:
+    """Return the name of a store workload."""
+    kind = "decode" if case.tokens == 1 else "prefill"
+    return (
+        f"{kind} r{case.ratio} {case.layout} {_NAMES[case.inputs]} in, {_NAMES[case.state]} state, "
+        f"{case.requests} x {case.tokens} at {case.start}"
+    )
+
+
+def query_case_name(tokens: int, heads: int, row: str) -> str:
+    """Return the name of a query workload."""
+    return f"query {row} bf16 in, {tokens} x {heads} heads"
 
 
 def bench_store(case: StoreCase, sglang: SglangKernels | None) -> BenchRow:
     """Measure one store workload."""
-    bench = make_store(case)
-    kind = "decode" if case.tokens == 1 else "prefill"
-    size = f"{case.requests} x {case.tokens} at {case.start}"
-    name = (
-        f"{kind} r{case.ratio} {case.layout} {_NAMES[case.inputs]} in, {_NAMES[case.state]} state, "
-        f"{size}"
-    )
-    return _row(name, bench, sglang)
+    return _row(case_name(case), make_store(case), sglang)
 
 
 def bench_query(tokens: int, heads: int, row: str, sglang: SglangKernels | None) -> BenchRow:
     """Measure one query workload."""
-    bench = make_query(tokens, heads, row)
-    return _row(f"query {row} bf16 in, {tokens} x {heads} heads", bench, sglang)
+    return _row(query_case_name(tokens, heads, row), make_query(tokens, heads, row), sglang)
 
 
 def _row(name: str, bench: StoreBench | QueryBench, sglang: SglangKernels | None) -> BenchRow:
@@ -178,7 +239,15 @@ def run_bench(
         (tokens, heads, row) of the query workloads.
     progress
         Called with the line of each workload as it is done.
+
+    Raises
+    ------
+    ValueError
+        If this machine has no supported CUDA device, or there is no workload.
     """
+    architecture = require_cuda()
+    if not cases and not queries:
+        raise ValueError("no workload: expected at least one")
     rows: list[BenchRow] = []
 
     def done(row: BenchRow) -> None:
@@ -190,7 +259,10 @@ def run_bench(
     for query in queries:
         done(bench_query(*query, sglang))
     return BenchReport(
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         card=torch.cuda.get_device_name(),
+        architecture=f"sm_{architecture}",
+        driver=driver_version(),
         torch=torch.__version__,
         sglang=None if sglang is None else VERSION,
         copy_4gib=large_copy_rate(),

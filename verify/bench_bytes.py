@@ -52,14 +52,14 @@ class ByteCount:
 
 
 def draw(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return projections of a kind, fp32 on the CPU.
+    """Return projections of a kind, fp32 on the generator's device.
 
     Raises
     ------
     ValueError
         For an unknown kind.
     """
-    x = torch.randn(shape, generator=generator)
+    x = torch.randn(shape, generator=generator, device=generator.device)
     if kind == "normal":
         return x
     if kind == "peaked":
@@ -71,12 +71,16 @@ def draw(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tenso
     if kind == "huge":
         return x * 2.0**14
     if kind == "outliers":
-        return torch.where(torch.rand(shape, generator=generator) < 0.01, 300 * x, x)
+        return torch.where(_uniform(shape, generator) < 0.01, 300 * x, x)
     if kind == "integers":
         return (4 * x).round()
     if kind == "sparse":
-        return torch.where(torch.rand(shape[0], 1, generator=generator) < 0.5, 0 * x, x)
+        return torch.where(_uniform((shape[0], 1), generator) < 0.5, 0 * x, x)
     raise ValueError(f"kind {kind!r}: expected one of {list(KINDS)}")
+
+
+def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator, device=generator.device)
 
 
 def make_inputs(
@@ -157,20 +161,24 @@ def compare_bytes(
     kind: str,
     seed: int,
 ) -> Iterator[ByteCount]:
-    """Run one workload on both sides and count differing rows for every row format."""
-    inputs = make_inputs(ratio, head_dim, lengths, dtype, kind, seed)
+    """Draw one workload, run it on both sides and count differing rows for every row format."""
+    yield from compare_inputs(make_inputs(ratio, head_dim, lengths, dtype, kind, seed), kind)
+
+
+def compare_inputs(inputs: LayerInputs, kind: str) -> Iterator[ByteCount]:
+    """Run the main compressor of a layer on both sides, whatever its width, from the beginning."""
     kv, score, weights = on_device(inputs)
     _, pools = emulate(inputs)
     for layout, expected in pools.items():
         pool = empty_pool(expected)
-        plan = plan_of(lengths, ratio, expected).to("cuda")
+        plan = plan_of(inputs.lengths, inputs.ratio, expected).to("cuda")
         store(kv, score, weights, plan, pool)
         rows = sum(expected.entries)
         yield ByteCount(
             layout,
-            "fp32" if dtype == torch.float32 else "bf16",
+            "fp32" if kv.dtype == torch.float32 else "bf16",
             kind,
-            sum(lengths),
+            sum(inputs.lengths),
             rows,
             differing_rows(pool.pages.cpu(), expected),
             expected.pool.numel(),

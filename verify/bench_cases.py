@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.cuda_faults import new_faults
 from needlepoint.optimized.cuda_plan import Chunks, StorePlan, plan_store, ring_rows
 from needlepoint.optimized.cuda_query import allocate_queries, launch_query, require_query
 from needlepoint.optimized.cuda_store import (
@@ -131,12 +132,13 @@ class StoreBench:
         """Return our side: one launch a call."""
         calls: list[Call] = []
         name = ""
+        faults = new_faults("cuda")
         for data in self.sets:
             kv = data.projections[:, : self.case.width]
             score = data.projections[:, self.case.width :]
             arguments = (kv, score, self.weights, self.plan, data.pool, data.state)
             name = require_store(*arguments)
-            calls.append(partial(launch_store, name, *arguments))
+            calls.append(partial(launch_store, name, *arguments, faults))
         return Side(name, calls)
 
     def sglang(self, kernels: SglangKernels) -> Side | None:
@@ -269,10 +271,11 @@ class QueryBench:
         """Return our side."""
         calls: list[Call] = []
         name = ""
+        faults = new_faults("cuda")
         for q, w in self.sets:
             name = require_query(q, w, self.positions, self.rope_table, self.row)
             out = allocate_queries(self.tokens, self.heads, self.row, q.device)
-            arguments = (q, w, self.positions, self.rope_table, 0.01, out)
+            arguments = (q, w, self.positions, self.rope_table, 0.01, out, faults)
             calls.append(partial(launch_query, name, *arguments))
         return Side(name, calls)
 

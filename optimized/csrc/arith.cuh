@@ -17,6 +17,8 @@ constexpr float kExp3 = 0x1.c6b6d8p-5f;           // C3, 0x3D635B6C
 constexpr float kExp4 = 0x1.3ce8acp-7f;           // C4, 0x3C1E7456
 constexpr float kExp5 = 0x1.5bda54p-10f;          // C5, 0x3AADED2A
 constexpr float kHadamard = 0x1.6a09e6p-4f;       // fl(128^-1/2), 0x3DB504F3
+constexpr float kScoreLimit = 4194304.0f;         // 2^22, the limit of prescaled scores
+constexpr float kPooledLimit = 0x1.0001p+59f;     // no pooled row of kv below 2^59 reaches it
 constexpr float kFloor = 0x1.a36e2ep-14f;         // fl(1e-4), 0x38D1B717
 constexpr float kFloorFp4 = 0x1.8p-124f;          // 6 * 2^-126, 0x01C00000
 constexpr float kInverse448 = 0x1.24924ap-9f;     // fl(1/448), 0x3B124925
@@ -33,6 +35,40 @@ __device__ __forceinline__ float exp2_weight(float z, float m) {
   p = __fmaf_rn(f, p, kExp1);
   p = __fmaf_rn(f, p, 1.0f);
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(r) << 23));
+}
+
+// Correctly rounded v / s for sums of weights, 1 <= s < 256: the steps that the compiler makes for
+// __fdiv_rn where it need not fear underflow, with one test for all numerators instead of a branch
+// for each.
+template <int kCount>
+__device__ __forceinline__ void divide(
+    const float (&v)[kCount], const float (&s)[kCount], float (&out)[kCount]) {
+  float smallest = fabsf(v[0]), largest = smallest;
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) {
+    smallest = fminf(smallest, fabsf(v[i]));
+    largest = fmaxf(largest, fabsf(v[i]));
+  }
+  if (smallest >= 0x1p-90f && largest < 0x1p+90f) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      float r;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(s[i]));
+      r = __fmaf_rn(r, __fmaf_rn(-s[i], r, 1.0f), r);
+      const float q = __fmul_rn(v[i], r);
+      out[i] = __fmaf_rn(r, __fmaf_rn(-s[i], q, v[i]), q);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out[i] = __fdiv_rn(v[i], s[i]);
+  }
+}
+
+// The larger magnitude, NaN if one of them is NaN; fmaxf drops it.
+__device__ __forceinline__ float larger_magnitude(float largest, float x) {
+  float out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(largest), "f"(fabsf(x)));
+  return out;
 }
 
 // Adjacent-pair tree over 2^k lanes: addition commutes, so a butterfly gives every lane its value.

@@ -23,7 +23,9 @@ inline StoreParams store_params(
     const TensorView& kv, const TensorView& score, const TensorView& ape,
     const TensorView& norm_weight, const TensorView& rope, const TensorView& segments,
     const TensorView& slots, const TensorView& writes, const TensorView& state,
-    const TensorView& pool, int64_t page_shift, double eps) {
+    const TensorView& pool, const TensorView& faults, const TensorView& workspace,
+    int64_t page_shift, double eps,
+    double score_safe) {
   StoreParams p;
   p.kv = kv.data_ptr();
   p.score = score.data_ptr();
@@ -43,6 +45,10 @@ inline StoreParams store_params(
   p.ring_mask = static_cast<int32_t>(state.size(1)) - 1;
   p.state_is_bf16 = state.dtype().bits == 16;
   p.eps = static_cast<float>(eps);
+  p.score_safe = static_cast<float>(score_safe);
+  p.faults = static_cast<int32_t*>(faults.data_ptr());
+  p.pooled = static_cast<float*>(workspace.data_ptr());
+  p.arrived = static_cast<int32_t*>(workspace.data_ptr()) + 512 * slots.size(0);
   return p;
 }
 
@@ -63,13 +69,14 @@ void run_store(const char* name, const StoreParams& p, DLDevice device, bool ove
                    needlepoint::TensorView rope, needlepoint::TensorView segments,                 \
                    needlepoint::TensorView slots, needlepoint::TensorView writes,                  \
                    needlepoint::TensorView state, needlepoint::TensorView pool,                    \
-                   int64_t page_shift,                                                             \
-                   double eps, bool overlap) {                                                     \
+                   needlepoint::TensorView faults, needlepoint::TensorView workspace,              \
+                   int64_t page_shift, double eps,                                                 \
+                   double score_safe, bool overlap) {                                              \
     using namespace needlepoint;                                                                   \
     run_store<StoreTraits<__VA_ARGS__>>(                                                           \
         #NAME,                                                                                     \
         store_params(kv, score, ape, norm_weight, rope, segments, slots, writes, state, pool,      \
-                     page_shift, eps),                                                             \
+                     faults, workspace, page_shift, eps, score_safe),                              \
         kv.device(), overlap);                                                                     \
   }                                                                                                \
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(NAME, NAME)
@@ -93,7 +100,8 @@ void run_store(const char* name, const StoreParams& p, DLDevice device, bool ove
   static void NAME(needlepoint::TensorView q, needlepoint::TensorView weights,                     \
                    needlepoint::TensorView positions, needlepoint::TensorView rope,                \
                    needlepoint::TensorView codes, needlepoint::TensorView scales,                  \
-                   needlepoint::TensorView folded, double weight_scale, bool overlap) {            \
+                   needlepoint::TensorView folded, needlepoint::TensorView faults,                 \
+                   double weight_scale, bool overlap) {                                            \
     using namespace needlepoint;                                                                   \
     const QueryParams p{q.data_ptr(),                                                              \
                         weights.data_ptr(),                                                        \
@@ -105,7 +113,8 @@ void run_store(const char* name, const StoreParams& p, DLDevice device, bool ove
                         q.stride(0),                                                               \
                         weights.stride(0),                                                         \
                         static_cast<int32_t>(q.size(1)),                                           \
-                        static_cast<float>(weight_scale)};                                         \
+                        static_cast<float>(weight_scale),                                          \
+                        static_cast<int32_t*>(faults.data_ptr())};                                 \
     run_query<INPUT, ROW>(#NAME, p, q.size(0), q.device(), overlap);                               \
   }                                                                                                \
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(NAME, NAME)

@@ -19,8 +19,9 @@ inline void check_cuda(cudaError_t status, const char* kernel) {
 }
 
 // Launches on the caller's current stream. `overlap` allows the next kernel of the stream to be
-// scheduled while this one drains (programmatic dependent launch); every kernel here waits for its
-// predecessor before the first access to memory.
+// scheduled while this one drains (programmatic dependent launch). Every kernel here waits for its
+// predecessor before the first access to memory. It releases its successor when its own reads are
+// over: released at once, the blocks of short launches that follow each other crowd some SMs.
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), const Params& params, dim3 grid, int block,
             DLDevice device, bool overlap) {

@@ -35,6 +35,10 @@ struct WriteEntry {
   int32_t state_row;  // request * ring + ring position
 };
 
+// What a launch found outside the preconditions: for each kind the lowest window, or kNoFault. The
+// bytes of such a window mean nothing. See needlepoint.optimized.cuda_faults.
+enum Fault { kFaultScore, kFaultRow };
+
 struct StoreParams {
   const void* kv;     // [tokens, c * head_dim]
   const void* score;  // [tokens, c * head_dim]
@@ -54,6 +58,12 @@ struct StoreParams {
   int32_t ring_mask;  // ring - 1, ring a power of two
   bool state_is_bf16;
   float eps;
+  float score_safe;  // scores below it keep the precondition wherever they stand
+  int32_t* faults;   // [2]
+  // Ratio 128: pooled rows [windows, 512] on their way to the block that finishes each, and how many
+  // of a row's blocks have arrived. The counts are zero before and after a launch.
+  float* pooled;
+  int32_t* arrived;
 };
 
 }  // namespace needlepoint

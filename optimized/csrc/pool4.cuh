@@ -5,12 +5,36 @@
 
 namespace needlepoint {
 
+// Blocks an SM for bf16 input, which is bound by instruction issue: the most without spills.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr int kResidentBf16 = 5;
+#else
+constexpr int kResidentBf16 = 6;
+#endif
+
+template <class T>
+struct Store4 {
+  static constexpr int kThreads = RowThreads<T::kDim>::kThreads;  // of one window
+  static constexpr int kBlock = 128;
+  static constexpr int kUnits = kBlock / kThreads;                // windows a block
+  // Blocks an SM that the registers must allow, which fixes how many registers a thread may have.
+  static constexpr int kResident =
+      T::kMode == Mode::decode || std::is_same_v<typename T::Input, float> ? 4 : kResidentBf16;
+};
+
+// The window, or further on the token to keep, of this thread's warp or block.
+template <class T>
+__device__ __forceinline__ int own_unit() {
+  return blockIdx.x * Store4<T>::kUnits + threadIdx.x / Store4<T>::kThreads;
+}
+
 template <class T>
 struct Window4 {
   using Input = typename T::Input;
   const StoreParams& p;
   const Window& window;
   int column;  // first of this thread's four channels
+  int unit;    // number of the window in the launch
 
   // Offset of slot i's columns inside a token row: overlap columns, then fresh ones.
   __device__ __forceinline__ int slot_column(int i) const {
@@ -30,6 +54,11 @@ struct Window4 {
     return oldest + static_cast<uint64_t>(i) * stride + (i < 4 ? 0 : T::kDim);
   }
 
+  // Notes a stored window with a score outside the precondition.
+  __device__ __forceinline__ void check_scores(float largest) const {
+    if (!(largest < kScoreLimit) && p.slots[unit] >= 0) report(p, kFaultScore, unit);
+  }
+
   // Slots 0..3 of a request's first window lie before its first token.
   __device__ __forceinline__ bool first() const { return window.entry == 0; }
 };
@@ -40,13 +69,15 @@ __device__ __forceinline__ float component(const float4& x, int i) {
 
 // S1 to S3 on loaded slots. A masked slot repeats slot 4's logit, which leaves the maximum alone,
 // and then weighs +0; what it loaded is finite, so its product is zero.
-template <class T, class Raw>
+template <class T, class Element>
 __device__ __forceinline__ void pool_slots(
-    const Window4<T>& window, const Raw (&score)[8], const Raw (&kv)[8], bool masked,
-    float (&pooled)[4]) {
+    const Window4<T>& window, const Raw4<Element> (&score)[8], const Raw4<Element> (&kv)[8],
+    bool masked, float (&pooled)[4]) {
+  Peak<Element> peak;
   float z[8][4];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
+    score[i].raise(peak);
     const float4 ape = window.prescaled_ape(i);
 #pragma unroll
     for (int channel = 0; channel < 4; ++channel) {
@@ -57,19 +88,34 @@ __device__ __forceinline__ void pool_slots(
   for (int channel = 0; channel < 4; ++channel) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) z[i][channel] = masked ? z[4][channel] : z[i][channel];
+  }
+  if (!(peak.value() < window.p.score_safe)) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+#pragma unroll
+      for (int channel = 0; channel < 4; ++channel) {
+        largest = larger_magnitude(largest, z[i][channel]);
+      }
+    }
+    window.check_scores(largest);
+  }
+  float s[4], v[4];
+#pragma unroll
+  for (int channel = 0; channel < 4; ++channel) {
     float m = z[0][channel];
 #pragma unroll
     for (int i = 1; i < 8; ++i) m = fmaxf(m, z[i][channel]);
-    float s = 0.0f, v = 0.0f;
+    v[channel] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float weight = exp2_weight(z[i][channel], m);
       const float e = masked && i < 4 ? 0.0f : weight;
-      s = __fadd_rn(s, e);
-      v = __fmaf_rn(e, kv[i][channel], v);
+      s[channel] = i == 0 ? e : __fadd_rn(s[channel], e);  // 0 + e = e: weights are not negative
+      v[channel] = __fmaf_rn(e, kv[i][channel], v[channel]);
     }
-    pooled[channel] = __fdiv_rn(v, s);
   }
+  divide(v, s, pooled);
 }
 
 // The common case: every slot is a token of this call.
@@ -122,13 +168,15 @@ __device__ __forceinline__ void pool_widened(const Window4<T>& window, float (&p
   Raw4<float> score[8], kv[kBatch];
 #pragma unroll
   for (int i = 0; i < 8; ++i) score[i] = read(i, 1);
-  float e[8][4], s[4], v[4];
+  float e[8][4], s[4], v[4], largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float4 ape = window.prescaled_ape(i);
 #pragma unroll
     for (int channel = 0; channel < 4; ++channel) {
       e[i][channel] = __fmaf_rn(score[i][channel], kLog2e, component(ape, channel));
+      const bool masked = window.first() && i < 4;
+      largest = larger_magnitude(largest, masked ? 0.0f : e[i][channel]);
     }
   }
 #pragma unroll
@@ -156,10 +204,11 @@ __device__ __forceinline__ void pool_widened(const Window4<T>& window, float (&p
       }
     }
   }
-#pragma unroll
-  for (int channel = 0; channel < 4; ++channel) pooled[channel] = __fdiv_rn(v[channel], s[channel]);
+  divide(v, s, pooled);
+  window.check_scores(largest);
 }
 
+// S1 to S3 of a window.
 template <class T>
 __device__ __forceinline__ void pool_window(const Window4<T>& window, float (&pooled)[4]) {
   constexpr bool kBf16 = std::is_same_v<typename T::Input, bf16>;

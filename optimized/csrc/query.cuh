@@ -21,7 +21,10 @@ struct QueryParams {
   int64_t weights_stride;
   int32_t heads;
   float weight_scale;
+  int32_t* faults;  // [2]: lowest token with a row, or a weight, that is not finite
 };
+
+enum QueryFault { kFaultQuery, kFaultWeight };
 
 struct Query {
   static constexpr int kLanes = 8;  // of one head
@@ -80,11 +83,12 @@ __device__ __forceinline__ void hadamard16(float (&x)[16], int lane) {
   for (int i = 0; i < 16; ++i) x[i] = __fmul_rn(x[i], kHadamard);
 }
 
+// NaN if one of the eight is NaN.
 template <int kBegin>
 __device__ __forceinline__ float max_magnitude8(const float (&x)[16]) {
   float amax = fabsf(x[kBegin]);
 #pragma unroll
-  for (int i = 1; i < 8; ++i) amax = fmaxf(amax, fabsf(x[kBegin + i]));
+  for (int i = 1; i < 8; ++i) amax = larger_magnitude(amax, x[kBegin + i]);
   return amax;
 }
 
@@ -138,8 +142,13 @@ __global__ __launch_bounds__(Query::kBlock) void query_kernel(
   if (lane == 0 && owned) {
     const Input raw = static_cast<const Input*>(p.weights)[token * p.weights_stride + head];
     weight = __fmul_rn(static_cast<float>(raw), p.weight_scale);
+    if (!(fabsf(weight) < INFINITY)) atomicMin(p.faults + kFaultWeight, blockIdx.x);
   }
   release_successor();
+  const float amax_low = max_magnitude8<0>(x), amax_high = max_magnitude8<8>(x);
+  if (!(larger_magnitude(amax_low, amax_high) < INFINITY)) {
+    atomicMin(p.faults + kFaultQuery, blockIdx.x);
+  }
   if constexpr (kRow == Row::bf16) {
     if (!owned) return;
     uint4* target = reinterpret_cast<uint4*>(p.codes + index * 256 + lane * 16);
@@ -149,7 +158,7 @@ __global__ __launch_bounds__(Query::kBlock) void query_kernel(
                            pack_bf16(x[14], x[15]));
     if (lane == 0) p.folded[index] = weight;
   } else if constexpr (kRow == Row::fp8) {
-    const float amax = lane_max<Query::kLanes>(fmaxf(max_magnitude8<0>(x), max_magnitude8<8>(x)));
+    const float amax = lane_max<Query::kLanes>(fmaxf(amax_low, amax_high));
     const float scale = __fdiv_rn(fmaxf(amax, kFloor), 448.0f);
     const float inverse = __frcp_rn(scale);
     if (!owned) return;
@@ -168,11 +177,10 @@ __global__ __launch_bounds__(Query::kBlock) void query_kernel(
     // Blocks of 32 dims: four lanes of one half.
     uint8_t* target = p.codes + index * 64 + lane * 4;
     uint8_t* scales = static_cast<uint8_t*>(p.scales) + index * 4 + lane / 4;
-    const float amax_low = lane_max<4>(max_magnitude8<0>(x));
-    const float amax_high = lane_max<4>(max_magnitude8<8>(x));
+    const float low_block = lane_max<4>(amax_low), high_block = lane_max<4>(amax_high);
     if (!owned) return;
-    const uint32_t byte_low = store_fp4_half<0>(target, x, amax_low);
-    const uint32_t byte_high = store_fp4_half<8>(target + 32, x, amax_high);
+    const uint32_t byte_low = store_fp4_half<0>(target, x, low_block);
+    const uint32_t byte_high = store_fp4_half<8>(target + 32, x, high_block);
     if (lane % 4 == 0) {
       scales[0] = static_cast<uint8_t>(byte_low);
       scales[2] = static_cast<uint8_t>(byte_high);

@@ -33,14 +33,16 @@ __device__ __forceinline__ float inverse_rms(float sum, float eps) {
   return __frcp_rn(__fsqrt_rn(__fmaf_rn(sum, 1.0f / kDim, eps)));
 }
 
+// S4. Returns 1 / rms, which is positive unless the sum of squares is not finite.
 template <int kDim>
-__device__ __forceinline__ void normalize(
+__device__ __forceinline__ float normalize(
     float (&x)[4], const float4& weight, float eps, float* warp_sums) {
   const float r = inverse_rms<kDim>(sum_of_squares<kDim>(x, warp_sums), eps);
   x[0] = __fmul_rn(__fmul_rn(x[0], r), weight.x);
   x[1] = __fmul_rn(__fmul_rn(x[1], r), weight.y);
   x[2] = __fmul_rn(__fmul_rn(x[2], r), weight.z);
   x[3] = __fmul_rn(__fmul_rn(x[3], r), weight.w);
+  return r;
 }
 
 // S5 on one adjacent pair.

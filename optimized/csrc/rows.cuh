@@ -42,14 +42,16 @@ __device__ __forceinline__ uint32_t e4m3_quad(float a, float b, float c, float d
 }
 
 // One E2M1 code, nearest even, saturating at 6, the sign kept on zero. The grid has step 1/2 below
-// 2, 1 below 4 and 2 above; scaled by its step a value rounds to an integer whose parity is the
-// code's, so ties go to the even code. Hopper has no conversion instruction for it.
+// 2, 1 below 4 and 2 above. Adding 1.5 * 2^23 steps leaves the magnitude in steps, rounded to even,
+// in the last bits of the sum; two codes more for each doubling of the step. Hopper has no conversion
+// instruction for it.
 __device__ __forceinline__ uint32_t e2m1_code(float x) {
   const float a = fminf(fabsf(x), 6.0f);
-  const float scaled = a < 2.0f ? __fmul_rn(a, 2.0f) : a < 4.0f ? a : __fmul_rn(a, 0.5f);
-  const uint32_t base = a < 2.0f ? 0u : a < 4.0f ? 2u : 4u;
-  const uint32_t step = __float_as_uint(__fadd_rn(scaled, kMagic)) & 7u;
-  return (step + base) | ((__float_as_uint(x) >> 28) & 8u);
+  const uint32_t binade = __float_as_uint(fmaxf(a, 1.0f)) & 0x7f800000u;
+  const float magic = __uint_as_float(binade + (22u << 23) + 0x400000u);
+  const uint32_t steps = __float_as_uint(__fadd_rn(a, magic));
+  const uint32_t code = (steps + (binade >> 22) + 2u) & 7u;  // binade >> 22 is 254, 256 or 258
+  return code | ((__float_as_uint(x) >> 28) & 8u);
 }
 
 __device__ __forceinline__ uint32_t e2m1_pair(float low, float high) {

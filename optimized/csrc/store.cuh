@@ -12,37 +12,30 @@
 
 namespace needlepoint {
 
-// Blocks an SM for bf16 input, which is bound by instruction issue: the most without spills.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-constexpr int kResidentBf16 = 5;
-#else
-constexpr int kResidentBf16 = 6;
-#endif
-
-template <class T>
-struct Store4 {
-  static constexpr int kThreads = RowThreads<T::kDim>::kThreads;  // of one window
-  static constexpr int kBlock = 128;
-  static constexpr int kUnits = kBlock / kThreads;                // windows a block
-  // Blocks an SM that the registers must allow, which fixes how many registers a thread may have.
-  static constexpr int kResident =
-      T::kMode == Mode::decode || std::is_same_v<typename T::Input, float> ? 4 : kResidentBf16;
-};
-
 template <class T>
 __global__ __launch_bounds__(Store4<T>::kBlock, Store4<T>::kResident) void store_kernel(
     const __grid_constant__ StoreParams p) {
+  // At 512 registers are short: the slot waits in shared memory and is read behind a barrier.
+  constexpr bool kSharedSlot = T::kDim == 512;
   __shared__ float warp_sums[4];
-  wait_for_predecessor();
+  __shared__ int64_t shared_slot;
   constexpr int kThreads = Store4<T>::kThreads;
-  const int unit = blockIdx.x * Store4<T>::kUnits + threadIdx.x / kThreads;
+  const int unit = own_unit<T>();
   const int thread = threadIdx.x % kThreads;
+  // Blocks that copy tokens are short: what follows may start beside them.
+  if (unit >= p.windows) release_successor();
+  wait_for_predecessor();
   if (unit >= p.windows) {
     const int index = unit - p.windows;
     if (index < p.num_writes) keep_token<T>(p, index, thread * 4);
     return;
   }
-  const int64_t slot = __ldg(reinterpret_cast<const long long*>(p.slots) + unit);
+  int64_t slot = 0;
+  if constexpr (kSharedSlot) {
+    if (thread == 0) copy_async<8>(&shared_slot, p.slots + unit);
+  } else {
+    slot = __ldg(reinterpret_cast<const long long*>(p.slots) + unit);
+  }
   Window window;
   if (!find_window<T>(p, unit, window)) return;
   constexpr int kFirstRope = RowThreads<T::kDim>::kFirstRope;
@@ -53,14 +46,29 @@ __global__ __launch_bounds__(Store4<T>::kBlock, Store4<T>::kResident) void store
                   (thread - kFirstRope));
   }
   float x[4];
-  pool_window(Window4<T>{p, window, thread * 4}, x);
+  pool_window(Window4<T>{p, window, thread * 4, own_unit<T>()}, x);
+  if constexpr (kSharedSlot) wait_copies();
   if (slot < 0) return;
   if constexpr (T::kRow == Row::fp32) {
+    if constexpr (kSharedSlot) {
+      __syncthreads();
+      slot = shared_slot;
+      if (slot < 0) return;
+    }
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest = larger_magnitude(largest, x[i]);
+    if (!(largest < kPooledLimit)) report(p, kFaultRow, own_unit<T>());
     store_row<T::kRow, T::kDim>(p.pool, slot, thread, x);
     return;
   }
   const float4 weight = __ldg(reinterpret_cast<const float4*>(p.norm_weight) + thread);  // in L1
-  normalize<T::kDim>(x, weight, p.eps, warp_sums);
+  const bool sound = normalize<T::kDim>(x, weight, p.eps, warp_sums) > 0.0f;
+  if constexpr (kSharedSlot) {
+    slot = shared_slot;
+    if (slot < 0) return;
+  }
+  if (!sound) report(p, kFaultRow, own_unit<T>());
   if (thread >= kFirstRope) rotate(x, table);
   if constexpr (T::kHadamard) hadamard(x, thread);
   release_successor();

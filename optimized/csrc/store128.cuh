@@ -1,12 +1,10 @@
 // compress -> norm -> RoPE -> quantise -> paged store at ratio 128, in one launch.
 //
-// A window is a cluster of eight blocks, each with 64 of the 512 channels, two channels a lane. The
-// sixteen groups of S3 are spread over the eight warps of a block. They meet in shared memory; warp
-// 0 then holds the pooled channels, and the blocks exchange nothing but their share of the sum of
-// squares. The last block owns exactly the RoPE dims, every other block one scale group.
+// A window is shared by eight blocks, each with 64 of the 512 channels, two channels a lane. The
+// sixteen groups of S3 are spread over the eight warps of a block and meet in shared memory. Each
+// block leaves its pooled channels in memory; the one that arrives last finishes the row, so that no
+// block waits for another.
 #pragma once
-
-#include <cooperative_groups.h>
 
 #include "launch.h"
 #include "windows.cuh"
@@ -16,28 +14,25 @@ namespace needlepoint {
 struct Store128 {
   static constexpr int kGroups = 16;
   static constexpr int kGroupSlots = 8;
-  static constexpr int kCluster = 8;    // blocks of a window
+  static constexpr int kBlocks = 8;     // of a window
   static constexpr int kChannels = 64;  // of a block
 };
 
-template <class T>
+// kAnyState: the state's dtype differs from the input's, which takes more registers.
+template <class T, bool kAnyState>
 struct Block128 : Store128 {
   static constexpr int kWarps = 8;
   static constexpr int kWarpGroups = kGroups / kWarps;
   static constexpr int kWarpSlots = kWarpGroups * kGroupSlots;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kResident = 2;             // blocks an SM that the registers must allow
+  // Blocks an SM that the registers must allow.
+  static constexpr int kResident = std::is_same_v<typename T::Input, bf16> && !kAnyState ? 3 : 2;
   static constexpr int kWrites = kThreads / 128;  // state rows kept by one block
 
   struct Shared {
     float2 maxima[kWarps][32];
     float2 sums[kWarps][32];      // s of S3, two channels a lane
     float2 weighted[kWarps][32];  // v of S3
-    float squares[kCluster];      // each block's share of ss, written by that block
-    // What only the last warp needs is kept here rather than in everybody's registers.
-    int64_t slot;
-    int32_t entry;
-    int32_t block;
   };
 };
 
@@ -45,7 +40,9 @@ struct Block128 : Store128 {
 // 32-bit steps. This one reads tokens of this call.
 template <class T>
 struct FromInput {
+  static constexpr bool kLate = false;  // whether kv is read once the scores have arrived
   using Input = typename T::Input;
+  using Element = Input;
   using Raw = Raw2<Input>;
   const Input* kv;
   const Input* score;
@@ -82,33 +79,41 @@ struct StateRing {
   }
 };
 
-// A decode step: every slot but the window's last lies in a state of the input's dtype.
+// A window that begins in a state of the input's dtype: only addresses differ. In decode every slot
+// but the window's last lies in the state.
 template <class T, int kWarpSlots>
 struct FromState {
+  static constexpr bool kLate = T::kMode == Mode::prefill;  // few windows: registers come first
   using Input = typename T::Input;
+  using Element = Input;
   using Raw = Raw2<Input>;
   FromInput<T> input;
   StateRing<T> ring;
   const Input* state;
-  bool last;  // this warp holds the window's last slot
+  int from_state;  // slots of this lane in the state
 
   __device__ __forceinline__ FromState(
       const StoreParams& p, const Window& window, int first, int column)
       : input(p, window, first, column),
         ring(p, window, first, column),
         state(static_cast<const Input*>(p.state) + ring.base),
-        last(first + kWarpSlots == T::kSlots) {}
+        from_state((T::kMode == Mode::decode ? T::kSlots - 1 : window.from_state) - first) {}
+  __device__ __forceinline__ bool kept(int i) const {
+    return (T::kMode == Mode::decode && i < kWarpSlots - 1) || i < from_state;
+  }
   __device__ __forceinline__ Raw read_kv(int i) const {
-    return i == kWarpSlots - 1 && last ? input.read_kv(i) : stream2(state + ring.offset(i, 0));
+    return kept(i) ? stream2(state + ring.offset(i, 0)) : input.read_kv(i);
   }
   __device__ __forceinline__ Raw read_score(int i) const {
-    return i == kWarpSlots - 1 && last ? input.read_score(i) : stream2(state + ring.offset(i, 1));
+    return kept(i) ? stream2(state + ring.offset(i, 1)) : input.read_score(i);
   }
 };
 
 // Any mixture, and a state of any dtype.
 template <class T>
 struct FromBoth {
+  static constexpr bool kLate = false;
+  using Element = float;
   using Raw = Raw2<float>;
   const StoreParams& p;
   FromInput<T> input;
@@ -177,61 +182,93 @@ __device__ __forceinline__ void keep_token128(const StoreParams& p, int index, i
   write_state4(p.state, p.state_is_bf16, element + T::kWidth, score);
 }
 
-// Bytes of this block's 64 channels; every lane holds channels 64 * block + 2 * lane, + 1.
-template <Row kRow>
-__device__ __forceinline__ void store_channels(
-    const Pool& pool, int64_t slot, int block, int lane, float2 x) {
-  uint8_t* page = pool.page(slot);
-  const int64_t row = pool.row(slot);
-  const uint32_t pair = pack_bf16(x.x, x.y);
-  if constexpr (kRow == Row::fp32) {
-    *reinterpret_cast<float2*>(page + row * 2048 + block * 256 + lane * 8) = x;
-  } else if constexpr (kRow == Row::bf16) {
-    *reinterpret_cast<uint32_t*>(page + row * 1024 + block * 128 + lane * 4) = pair;
-  } else {
-    uint8_t* scales = page + pool.rows() * 576 + row * 8;
-    if (block == Store128::kCluster - 1) {
-      *reinterpret_cast<uint32_t*>(page + row * 576 + 448 + lane * 4) = pair;
-      if (lane == 0) scales[block] = 0;
-      return;
+// S4, S5 and S7 of a whole row by one warp: lane l holds channels 16 l .. 16 l + 15.
+template <class T>
+__device__ __forceinline__ void finish_row(
+    const StoreParams& p, int window, int entry, int64_t slot, int lane) {
+  constexpr int kOwn = 16, kFirstRope = 28;  // lanes 28..31 hold the RoPE dims
+  float x[kOwn], h[kOwn / 2];
+  const float4* row = reinterpret_cast<const float4*>(p.pooled + static_cast<int64_t>(window) * 512);
+#pragma unroll
+  for (int i = 0; i < kOwn / 4; ++i) {
+    const float4 part = __ldcg(row + lane * (kOwn / 4) + i);
+    x[4 * i] = part.x;
+    x[4 * i + 1] = part.y;
+    x[4 * i + 2] = part.z;
+    x[4 * i + 3] = part.w;
+  }
+#pragma unroll
+  for (int i = 0; i < kOwn / 2; ++i) {
+    h[i] = __fmaf_rn(x[2 * i + 1], x[2 * i + 1], __fmul_rn(x[2 * i], x[2 * i]));
+  }
+#pragma unroll
+  for (int stride = 1; stride < kOwn / 2; stride *= 2) {
+#pragma unroll
+    for (int i = 0; i < kOwn / 2; i += 2 * stride) h[i] = __fadd_rn(h[i], h[i + stride]);
+  }
+  const float r = inverse_rms<T::kDim>(tree_sum<32>(h[0]), p.eps);
+  if (!(r > 0.0f)) report(p, kFaultRow, window);
+  const float* weight = p.norm_weight + lane * kOwn;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], r), __ldg(weight + i));
+  if (lane >= kFirstRope) {
+    const float* table = p.rope + static_cast<int64_t>(entry) * T::kRatio * kRopeDims;
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 2) {
+      const float* angle = table + (lane - kFirstRope) * kOwn + i;
+      rotate_pair(x[i], x[i + 1], __ldg(angle), __ldg(angle + 1));
     }
-    const float b0 = widen_low(pair), b1 = widen_high(pair);
-    const float amax = warp_max_nonnegative(fmaxf(fabsf(b0), fabsf(b1)));
+  }
+  uint8_t* page = p.pool.page(slot);
+  const int64_t place = p.pool.row(slot);
+  uint32_t pairs[kOwn / 2];
+#pragma unroll
+  for (int i = 0; i < kOwn / 2; ++i) pairs[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
+  if constexpr (T::kRow == Row::bf16) {
+    auto* target = reinterpret_cast<uint2*>(page + place * 1024 + lane * 32);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) target[i] = make_uint2(pairs[2 * i], pairs[2 * i + 1]);
+  } else {
+    float b[kOwn], amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      b[i] = i % 2 == 0 ? widen_low(pairs[i / 2]) : widen_high(pairs[i / 2]);
+      amax = fmaxf(amax, fabsf(b[i]));
+    }
+    amax = lane_max<4>(amax);
     const uint32_t byte = ue8m0_byte(__fmul_rn(fmaxf(amax, kFloor), kInverse448));
     const float inverse = ue8m0_inverse(byte);
-    *reinterpret_cast<uint16_t*>(page + row * 576 + block * 64 + lane * 2) =
-        static_cast<uint16_t>(e4m3_pair(__fmul_rn(b0, inverse), __fmul_rn(b1, inverse)));
-    if (lane == 0) scales[block] = static_cast<uint8_t>(byte);
+    if (lane < kFirstRope) {
+      auto* target = reinterpret_cast<uint2*>(page + place * 576 + lane * 16);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t words[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float* y = b + 8 * i + 4 * j;
+          words[j] = e4m3_quad(__fmul_rn(y[0], inverse), __fmul_rn(y[1], inverse),
+                               __fmul_rn(y[2], inverse), __fmul_rn(y[3], inverse));
+        }
+        target[i] = make_uint2(words[0], words[1]);
+      }
+    } else {
+      auto* target = reinterpret_cast<uint2*>(page + place * 576 + 448 + (lane - kFirstRope) * 32);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) target[i] = make_uint2(pairs[2 * i], pairs[2 * i + 1]);
+    }
+    if (lane % 4 == 0) {  // seven scales; the eighth byte is padding, written as zero
+      page[p.pool.rows() * 576 + place * 8 + lane / 4] =
+          static_cast<uint8_t>(lane < kFirstRope ? byte : 0u);
+    }
   }
 }
 
-// S1 to S3 for this block's channels; the result is valid in warp 0.
-template <class T, class Source>
-__device__ __forceinline__ float2 pool128(
-    const StoreParams& p, const Source& source, int column, typename Block128<T>::Shared& shared) {
-  using B = Block128<T>;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int first = warp * B::kWarpSlots;
-  typename Source::Raw score[B::kWarpSlots], kv[B::kWarpSlots];
-#pragma unroll
-  for (int i = 0; i < B::kWarpSlots; ++i) score[i] = source.read_score(i);
-#pragma unroll
-  for (int i = 0; i < B::kWarpSlots; ++i) kv[i] = source.read_kv(i);
-  __syncthreads();  // as after_loads(), whose barrier is optimised away here
-  float2 z[B::kWarpSlots], m;
-#pragma unroll
-  for (int i = 0; i < B::kWarpSlots; ++i) {
-    const float* row = p.ape + static_cast<int64_t>(first + i) * T::kWidth + column;
-    const float2 ape = __ldg(reinterpret_cast<const float2*>(row));
-    z[i].x = __fmaf_rn(score[i][0], kLog2e, ape.x);
-    z[i].y = __fmaf_rn(score[i][1], kLog2e, ape.y);
-    m = i == 0 ? z[0] : larger(m, z[i]);
-  }
-  shared.maxima[warp][lane] = m;
+// S2 and S3 of a warp's slots: the sums of its groups, added pairwise.
+template <class B, class Raw>
+__device__ __forceinline__ void weigh128(
+    const float2 (&z)[B::kWarpSlots], const Raw (&kv)[B::kWarpSlots], float2 m, float2& sum,
+    float2& weighted) {
   float2 s[B::kWarpGroups], v[B::kWarpGroups];
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < B::kWarps; ++i) m = larger(m, shared.maxima[i][lane]);
 #pragma unroll
   for (int i = 0; i < B::kWarpSlots; ++i) {
     const int group = i / Store128::kGroupSlots;
@@ -244,106 +281,126 @@ __device__ __forceinline__ float2 pool128(
   }
   tree(s);
   tree(v);
-  shared.sums[warp][lane] = s[0];
-  shared.weighted[warp][lane] = v[0];
+  sum = s[0];
+  weighted = v[0];
+}
+
+// S1 to S3 for this block's channels; the result is valid in warp 0.
+template <class T, class B, class Source>
+__device__ __forceinline__ float2 pool128(
+    const StoreParams& p, const Source& source, int column, typename B::Shared& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first = warp * B::kWarpSlots;
+  typename Source::Raw score[B::kWarpSlots], kv[B::kWarpSlots];
+#pragma unroll
+  for (int i = 0; i < B::kWarpSlots; ++i) score[i] = source.read_score(i);
+  const auto read_kv = [&] {
+#pragma unroll
+    for (int i = 0; i < B::kWarpSlots; ++i) kv[i] = source.read_kv(i);
+  };
+  if constexpr (!Source::kLate) read_kv();
+  __syncthreads();  // as after_loads(), whose barrier is optimised away here
+  Peak<typename Source::Element> peak;
+  float2 z[B::kWarpSlots], m;
+#pragma unroll
+  for (int i = 0; i < B::kWarpSlots; ++i) {
+    score[i].raise(peak);
+    const float* row = p.ape + static_cast<int64_t>(first + i) * T::kWidth + column;
+    const float2 ape = __ldg(reinterpret_cast<const float2*>(row));
+    z[i].x = __fmaf_rn(score[i][0], kLog2e, ape.x);
+    z[i].y = __fmaf_rn(score[i][1], kLog2e, ape.y);
+    m = i == 0 ? z[0] : larger(m, z[i]);
+  }
+  shared.maxima[warp][lane] = m;
+  if (!(peak.value() < p.score_safe)) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < B::kWarpSlots; ++i) {
+      largest = larger_magnitude(larger_magnitude(largest, z[i].x), z[i].y);
+    }
+    const int window = blockIdx.x / Store128::kBlocks;
+    if (!(largest < kScoreLimit) && p.slots[window] >= 0) report(p, kFaultScore, window);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < B::kWarps; ++i) m = larger(m, shared.maxima[i][lane]);
+  if constexpr (Source::kLate) read_kv();
+  float2 s, v;
+  weigh128<B>(z, kv, m, s, v);
+  shared.sums[warp][lane] = s;
+  shared.weighted[warp][lane] = v;
   __syncthreads();
   if (warp != 0) return make_float2(0.0f, 0.0f);
-  s[0] = tree_warps(shared.sums, lane);
-  v[0] = tree_warps(shared.weighted, lane);
-  return make_float2(__fdiv_rn(v[0].x, s[0].x), __fdiv_rn(v[0].y, s[0].y));
+  s = tree_warps(shared.sums, lane);
+  v = tree_warps(shared.weighted, lane);
+  float pooled[2];
+  divide({v.x, v.y}, {s.x, s.y}, pooled);
+  return make_float2(pooled[0], pooled[1]);
 }
 
-// In decode, kAnyState tells the kernel for a state of another dtype from the usual one: with both
-// in one kernel the registers would not suffice.
-template <class T, bool kAnyState>
+template <class T, class B, bool kAnyState>
 __device__ __forceinline__ float2 pool_place(
-    const StoreParams& p, const Window& place, typename Block128<T>::Shared& shared) {
-  using B = Block128<T>;
+    const StoreParams& p, const Window& place, typename B::Shared& shared) {
   const int column =
-      blockIdx.x % Store128::kCluster * Store128::kChannels + 2 * (threadIdx.x % 32);
+      blockIdx.x % Store128::kBlocks * Store128::kChannels + 2 * (threadIdx.x % 32);
   const int first = threadIdx.x / 32 * B::kWarpSlots;
   if (T::kMode == Mode::prefill && place.from_state == 0) {
-    return pool128<T>(p, FromInput<T>(p, place, first, column), column, shared);
+    return pool128<T, B>(p, FromInput<T>(p, place, first, column), column, shared);
   }
   using Source = std::conditional_t<kAnyState, FromBoth<T>, FromState<T, B::kWarpSlots>>;
-  return pool128<T>(p, Source(p, place, first, column), column, shared);
-}
-
-// A block may write another's shared memory once every block of the cluster has started: each says
-// so on entry and looks when it needs it.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_arrive_release() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  return pool128<T, B>(p, Source(p, place, first, column), column, shared);
 }
 
 template <class T, bool kAnyState>
-__global__ __cluster_dims__(Store128::kCluster, 1, 1)
-__launch_bounds__(Block128<T>::kThreads, Block128<T>::kResident)
+__global__ __launch_bounds__(Block128<T, kAnyState>::kThreads, Block128<T, kAnyState>::kResident)
 void store128_kernel(const __grid_constant__ StoreParams p) {
-  using B = Block128<T>;
+  using B = Block128<T, kAnyState>;
   __shared__ typename B::Shared shared;
   wait_for_predecessor();
-  const int window = blockIdx.x / Store128::kCluster;
+  const int window = blockIdx.x / Store128::kBlocks;
   if (window >= p.windows) {
-    const int index = (blockIdx.x - p.windows * Store128::kCluster) * B::kWrites +
+    const int index = (blockIdx.x - p.windows * Store128::kBlocks) * B::kWrites +
                       threadIdx.x / 128;
     if (index < p.num_writes) keep_token128<T>(p, index, threadIdx.x % 128 * 4);
     return;
   }
   Window place;
-  if (!find_window<T>(p, window, place)) return;  // the same for all blocks of the cluster
-  if constexpr (T::kRow != Row::fp32) cluster_arrive();
-  if (threadIdx.x == 0) {
-    shared.slot = p.slots[window];
-    shared.entry = place.entry;
-    shared.block = blockIdx.x % Store128::kCluster;
-  }
-  float2 x = pool_place<T, kAnyState>(p, place, shared);
-  if (threadIdx.x >= 32) return;  // warp 0 finishes the row alone
-  const int block = shared.block, lane = threadIdx.x;
-  const int64_t slot = shared.slot;
+  if (!find_window<T>(p, window, place)) return;  // the same for all blocks of the window
+  const float2 x = pool_place<T, B, kAnyState>(p, place, shared);
+  if (threadIdx.x >= 32) return;  // warp 0 finishes alone
+  const int block = blockIdx.x % Store128::kBlocks, lane = threadIdx.x;
+  const int64_t slot = p.slots[window];
+  if (slot < 0) return;
+  const int channel = block * Store128::kChannels + 2 * lane;
   if constexpr (T::kRow == Row::fp32) {
-    if (slot >= 0) store_channels<T::kRow>(p.pool, slot, block, lane, x);
+    if (!(larger_magnitude(larger_magnitude(0.0f, x.x), x.y) < kPooledLimit)) {
+      report(p, kFaultRow, window);
+    }
+    *reinterpret_cast<float2*>(p.pool.page(slot) + p.pool.row(slot) * 2048 + channel * 4) = x;
     return;
   }
-  const float square = tree_sum<32>(__fmaf_rn(x.y, x.y, __fmul_rn(x.x, x.x)));
-  cluster_wait();
-  if (lane < Store128::kCluster) {
-    auto cluster = cooperative_groups::this_cluster();
-    *cluster.map_shared_rank(&shared.squares[block], lane) = square;
-  }
-  cluster_arrive_release();
-  cluster_wait();  // also keeps every block's shared memory alive until it has been written
-  const int column = block * Store128::kChannels + 2 * lane;
-  const float2 weight = __ldg(reinterpret_cast<const float2*>(p.norm_weight + column));
-  const float ss = tree_sum<Store128::kCluster>(shared.squares[lane % Store128::kCluster]);
-  const float r = inverse_rms<T::kDim>(ss, p.eps);
-  x.x = __fmul_rn(__fmul_rn(x.x, r), weight.x);
-  x.y = __fmul_rn(__fmul_rn(x.y, r), weight.y);
-  if (block == Store128::kCluster - 1) {
-    const int64_t position = static_cast<int64_t>(shared.entry) * T::kRatio;
-    const float* row = p.rope + position * kRopeDims;
-    const float2 table = __ldg(reinterpret_cast<const float2*>(row) + lane);
-    rotate_pair(x.x, x.y, table.x, table.y);
-  }
+  float* row = p.pooled + static_cast<int64_t>(window) * T::kDim;
+  __stcg(reinterpret_cast<float2*>(row + channel), x);
+  __threadfence();
+  __syncwarp();
+  int arrived = 0;
+  if (lane == 0) arrived = atomicAdd(p.arrived + window, 1);
+  arrived = __shfl_sync(0xffffffffu, arrived, 0);
+  if (arrived != Store128::kBlocks - 1) return;
+  __threadfence();
+  if (lane == 0) p.arrived[window] = 0;  // as the next launch expects it
   release_successor();
-  if (slot >= 0) store_channels<T::kRow>(p.pool, slot, block, lane, x);
+  finish_row<T>(p, window, place.entry, slot, lane);
 }
 
 template <class T>
 void run_store128(const char* name, const StoreParams& p, DLDevice device, bool overlap) {
-  using B = Block128<T>;
-  constexpr int kPer = B::kWrites * Store128::kCluster;
-  const int64_t clusters = static_cast<int64_t>(p.windows) + (p.num_writes + kPer - 1) / kPer;
+  using B = Block128<T, true>;
+  constexpr int kPer = B::kWrites * Store128::kBlocks;
+  const int64_t groups = static_cast<int64_t>(p.windows) + (p.num_writes + kPer - 1) / kPer;
   const bool same = p.state_is_bf16 == std::is_same_v<typename T::Input, bf16>;
-  constexpr bool kPrefill = T::kMode == Mode::prefill;
-  const auto kernel = kPrefill || !same ? store128_kernel<T, true> : store128_kernel<T, kPrefill>;
-  launch(name, kernel, p, dim3(static_cast<unsigned>(clusters * Store128::kCluster)), B::kThreads,
+  const auto kernel = same ? store128_kernel<T, false> : store128_kernel<T, true>;
+  launch(name, kernel, p, dim3(static_cast<unsigned>(groups * Store128::kBlocks)), B::kThreads,
          device, overlap);
 }
 

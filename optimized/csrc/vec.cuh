@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "arith.cuh"
+
 namespace needlepoint {
 
 using bf16 = __nv_bfloat16;
@@ -20,6 +22,29 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// The largest magnitude among raw numbers, NaN if one of them is NaN: a filter for scores outside
+// the preconditions. bf16 numbers are compared two at a time.
+template <class Element>
+struct Peak;
+
+template <>
+struct Peak<float> {
+  float largest = 0.0f;
+  __device__ __forceinline__ void add(float x) { largest = larger_magnitude(largest, x); }
+  __device__ __forceinline__ float value() const { return largest; }
+};
+
+template <>
+struct Peak<bf16> {
+  uint32_t largest = 0;
+  __device__ __forceinline__ void add(uint32_t pair) {
+    asm("{ .reg .b32 t; abs.bf16x2 t, %1; max.NaN.bf16x2 %0, %0, t; }" : "+r"(largest) : "r"(pair));
+  }
+  __device__ __forceinline__ float value() const {
+    return larger_magnitude(widen_low(largest), widen_high(largest));
+  }
+};
+
 // Raw bits as loaded; widened where they are used, so that bf16 rows wait in half the registers.
 template <class Element>
 struct Raw4;
@@ -30,6 +55,10 @@ struct Raw4<float> {
   __device__ __forceinline__ float operator[](int i) const {
     return i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
   }
+  __device__ __forceinline__ void raise(Peak<float>& peak) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) peak.add((*this)[i]);
+  }
 };
 
 template <>
@@ -38,6 +67,10 @@ struct Raw4<bf16> {
   __device__ __forceinline__ float operator[](int i) const {
     const uint32_t pair = i < 2 ? bits.x : bits.y;
     return i % 2 == 0 ? widen_low(pair) : widen_high(pair);
+  }
+  __device__ __forceinline__ void raise(Peak<bf16>& peak) const {
+    peak.add(bits.x);
+    peak.add(bits.y);
   }
 };
 
@@ -70,6 +103,10 @@ template <>
 struct Raw2<float> {
   float2 bits;
   __device__ __forceinline__ float operator[](int i) const { return i == 0 ? bits.x : bits.y; }
+  __device__ __forceinline__ void raise(Peak<float>& peak) const {
+    peak.add(bits.x);
+    peak.add(bits.y);
+  }
 };
 
 template <>
@@ -78,6 +115,7 @@ struct Raw2<bf16> {
   __device__ __forceinline__ float operator[](int i) const {
     return i == 0 ? widen_low(bits) : widen_high(bits);
   }
+  __device__ __forceinline__ void raise(Peak<bf16>& peak) const { peak.add(bits); }
 };
 
 __device__ __forceinline__ Raw2<float> stream2(const float* source) {
@@ -112,6 +150,16 @@ __device__ __forceinline__ int4 early4(const void* source) {
                : "memory");
   return out;
 }
+
+// A small read into shared memory that no register waits for. It is there, for this thread, after
+// wait_copies().
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* target, const void* source) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(target));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(source), "n"(kBytes)
+               : "memory");
+}
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // State rows are written by the same launch (other rows), so they are read as ordinary memory.
 // Their dtype is a run-time property: it changes one uniform branch, not the arithmetic.

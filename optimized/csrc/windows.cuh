@@ -6,6 +6,11 @@
 
 namespace needlepoint {
 
+// Notes a window whose bytes mean nothing.
+__device__ __forceinline__ void report(const StoreParams& p, Fault fault, int window) {
+  atomicMin(p.faults + fault, window);
+}
+
 // The last segment whose windows begin at or before `number`; the whole warp searches together, 32
 // segments a step.
 __device__ __forceinline__ int find_segment(const StoreParams& p, int number) {

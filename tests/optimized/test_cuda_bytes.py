@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.compiled import compute_rows, encode_rows
 from needlepoint.optimized.cuda_candidates import CudaCandidate, Launches, plan_of
-from needlepoint.optimized.cuda_plan import Chunks, plan_store
+from needlepoint.optimized.cuda_plan import Chunks, StorePlan, plan_store
 from needlepoint.optimized.cuda_query import store_queries
 from needlepoint.optimized.cuda_steps import store_in_steps
 from needlepoint.optimized.cuda_store import PagedPool, new_state, store
 from needlepoint.optimized.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.interface import LayerInputs, PagedRows, QueryInputs
+from needlepoint.optimized.pages import allocate, page_rows
 from needlepoint.optimized.query import store_queries as emulated_queries
+from needlepoint.optimized.specification import LOG2_E
 from needlepoint.verify.bench_bytes import (
     KINDS,
     compare_bytes,
@@ -25,6 +28,13 @@ from needlepoint.verify.bench_bytes import (
     emulate,
     make_inputs,
     on_device,
+)
+from needlepoint.verify.byte_sweep import (
+    Table,
+    compare_round,
+    feeds,
+    window_tokens,
+    write_all,
 )
 
 pytestmark = [
@@ -216,6 +226,159 @@ def test_negative_pages_are_skipped() -> None:
     wanted[expected.page_table[0][1]] = 255
 
     assert torch.equal(pool.pages.cpu(), wanted)
+
+
+@pytest.mark.parametrize("turn", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["normal", "outliers"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ratio", "head_dim"), SHAPES)
+def test_long_calls(ratio: int, head_dim: int, dtype: torch.dtype, kind: str, turn: int) -> None:
+    """Enough windows that blocks stay and take several, and ones that begin in a state."""
+    table = Table.draw(ratio, head_dim, kind, dtype, seed=30)
+    counts = list(compare_round(table, feeds(ratio)[turn], seed=31 + turn))
+
+    assert [count.differing for count in counts] == [0] * len(counts)
+
+
+LONG_CALL = (3, 40003, 1, 128, 6, 20000, 4)
+
+
+def long_call(dtype: torch.dtype, head_dim: int) -> tuple[LayerInputs, PagedRows, StorePlan]:
+    inputs = make_inputs(4, head_dim, LONG_CALL, dtype, "normal", seed=32)
+    layout = "index-fp8" if head_dim == 128 else "main-584"
+    paged = allocate(layout, page_rows(4), [n // 4 for n in LONG_CALL], 33)
+    plan = plan_of(LONG_CALL, 4, paged)
+    return inputs, paged, plan.padded(plan.slots.shape[0] + 9000, 5)
+
+
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_long_calls_of_requests_of_any_length_padding_and_alignment(head_dim: int) -> None:
+    inputs, paged, plan = long_call(torch.bfloat16, head_dim)
+    kv, score, weights = on_device(inputs)
+    tokens, entries = window_tokens(4, LONG_CALL)
+    given = Table.of(inputs, "").given
+    write_all(
+        paged,
+        encode_rows(
+            paged.layout,
+            compute_rows(inputs.main.kv, inputs.main.score, tokens, entries, given),
+        ),
+    )
+    width = kv.shape[1]
+    for offset in (0, 4):  # 8 bytes off a multiple of 16: the copy engine cannot take them
+        wide = torch.zeros(len(kv), 2 * width + 16, dtype=kv.dtype, device="cuda")
+        own, other = wide[:, offset : offset + width], wide[:, width + 8 : 2 * width + 8]
+        own.copy_(kv)
+        other.copy_(score)
+        pool = empty_pool(paged)
+        store(own, other, weights, plan.to("cuda"), pool)
+        assert torch.equal(pool.pages.cpu(), paged.pool)
+
+
+@pytest.mark.parametrize("token", [3, 9, 20001, 40001, 40010, 41000])
+@pytest.mark.parametrize("name", ["kv", "score"])
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_faults_of_long_calls(head_dim: int, name: str, token: int) -> None:
+    inputs, paged, plan = long_call(torch.bfloat16, head_dim)
+    getattr(inputs.main, name)[token, -1] = float("-inf")
+    kv, score, weights = on_device(inputs)
+    place = int(np.flatnonzero(plan.windows.token >= token)[0])
+    where = f"row {int(plan.windows.token[place])} .*entry {int(plan.windows.entry[place])} "
+    with pytest.raises(ValueError, match=rf"^{name}: the window that ends at {where}"):
+        store(kv, score, weights, plan.to("cuda"), empty_pool(paged))
+
+
+BAD = (float("nan"), float("inf"), -float("inf"), 2.0**23, -(2.0**23))
+
+
+@pytest.mark.parametrize("mode", ["prefill", "chunks", "decode"])
+@pytest.mark.parametrize("state", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ratio", "head_dim"), SHAPES)
+def test_inputs_outside_the_preconditions_are_reported(
+    ratio: int, head_dim: int, dtype: torch.dtype, state: torch.dtype, mode: str
+) -> None:
+    length = 3 * ratio
+    sizes = {"prefill": [length], "chunks": [ratio - 1, 2], "decode": [1]}[mode]
+
+    def fresh() -> LayerInputs:
+        return make_inputs(ratio, head_dim, (length,), dtype, "normal", seed=20)
+
+    expected = next(iter(emulate(fresh())[1].values()))
+    # Ratio 4 reads the first columns in the next window.
+    entry = 2 if ratio == 4 else 1
+    for number, bad in enumerate(BAD):
+        for name in ("score",) if abs(bad) < 2.0**30 else ("score", "kv"):
+            inputs = fresh()
+            column = number * (head_dim - 1) // len(BAD)
+            at = ratio + number * (ratio - 1) // len(BAD)
+            getattr(inputs.main, name)[at, column] = bad
+            with pytest.raises(ValueError, match=rf"^{name}: .* \(entry {entry} of its request\)"):
+                run_chunks(inputs, expected, state, sizes)
+
+
+@pytest.mark.parametrize("limit", [2.0**22, -(2.0**22)])
+@pytest.mark.parametrize(("ratio", "head_dim"), SHAPES)
+def test_the_limit_of_prescaled_scores_is_exact(ratio: int, head_dim: int, limit: float) -> None:
+    inputs = make_inputs(ratio, head_dim, (2 * ratio,), torch.float32, "normal", seed=21)
+    inputs.main.ape.zero_()
+    expected = next(iter(emulate(inputs)[1].values()))
+    beyond = np.float32(limit) / LOG2_E
+    while abs(beyond * LOG2_E) < abs(limit):
+        beyond = np.nextafter(beyond, np.float32(np.sign(limit) * np.inf))
+    inside = np.nextafter(beyond, np.float32(0))
+    while abs(inside * LOG2_E) >= abs(limit):
+        inside = np.nextafter(inside, np.float32(0))
+    inputs.main.score[ratio + 1, -1] = float(inside)
+    run_chunks(inputs, expected, torch.float32, [2 * ratio])
+    inputs.main.score[ratio + 1, -1] = float(beyond)
+    with pytest.raises(ValueError, match=r"^score: "):
+        run_chunks(inputs, expected, torch.float32, [2 * ratio])
+
+
+@pytest.mark.parametrize("kind", ["normal", "peaked"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ratio", "head_dim"), SHAPES)
+def test_faults_of_rows_that_are_not_stored_and_of_separate_steps(
+    ratio: int, head_dim: int, dtype: torch.dtype, kind: str
+) -> None:
+    inputs = make_inputs(ratio, head_dim, (4 * ratio,), dtype, kind, seed=22)
+    kv, score, weights = on_device(inputs)
+    expected = next(iter(emulate(inputs)[1].values()))
+    kv[2 * ratio + 1, -1] = float("nan")
+    score[3 * ratio + 1, -1] = float("inf")
+    plan = plan_of(inputs.lengths, ratio, expected)
+    with pytest.raises(ValueError, match=r"^score: .*\(entry 3 "):
+        store(kv, score, weights, plan.to("cuda"), empty_pool(expected))
+    with pytest.raises(ValueError, match=r"^score: .*\(entry 3 "):
+        store_in_steps(kv, score, weights, plan.to("cuda"), empty_pool(expected))
+    plan.slots[3] = -1
+    with pytest.raises(ValueError, match=r"^kv: .*\(entry 2 "):
+        store(kv, score, weights, plan.to("cuda"), empty_pool(expected))
+    with pytest.raises(ValueError, match=r"^kv: .*\(entry 2 "):
+        store_in_steps(kv, score, weights, plan.to("cuda"), empty_pool(expected))
+    plan.slots[2] = -1
+    store(kv, score, weights, plan.to("cuda"), empty_pool(expected))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2.0**126])
+@pytest.mark.parametrize("row", ["bf16", "fp8", "fp4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_outside_the_preconditions_are_reported(
+    dtype: torch.dtype, row: str, bad: float
+) -> None:
+    generator = torch.Generator().manual_seed(23)
+    q = torch.randn(9, 20, 128, generator=generator).to(dtype).cuda()
+    w = torch.randn(9, 20, generator=generator).to(dtype).cuda()
+    positions = torch.arange(9, dtype=torch.int32, device="cuda")
+    table = torch.ones(9, 32, 2, device="cuda")
+    store_queries(q, w, positions, table, 0.03, row)
+    w[6, 19] = bad if bad != 2.0**126 else 3.0 * bad
+    with pytest.raises(ValueError, match=r"^weights: token 6 "):
+        store_queries(q, w, positions, table, 4.0, row)
+    q[4, 17, 90:100] = bad  # finite ones overflow in a sum
+    with pytest.raises(ValueError, match=r"^q: token 4 "):
+        store_queries(q, w, positions, table, 0.03, row)
 
 
 def test_pools_beyond_two_gib() -> None:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from needlepoint.optimized.candidates import create
 from needlepoint.optimized.cuda_checks import require_same_device, require_tensor
+from needlepoint.optimized.cuda_faults import (
+    new_faults,
+    require_no_query_faults,
+    require_no_store_faults,
+)
 from needlepoint.optimized.cuda_plan import Chunks, StorePlan, plan_store
 from needlepoint.optimized.cuda_query import require_query
 from needlepoint.optimized.cuda_steps import store_in_steps
@@ -18,9 +24,10 @@ from needlepoint.optimized.cuda_store import (
     StoreWeights,
     new_state,
     require_store,
-    require_values,
     store,
 )
+from needlepoint.optimized.exact32 import fma
+from needlepoint.optimized.specification import LOG2_E, SCORE_LIMIT
 
 TOKENS, WIDTH = 20, 256
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -100,20 +107,55 @@ def test_the_device_is_checked_before_a_launch() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2.0**60])
-@pytest.mark.parametrize("name", ["kv", "score"])
-def test_values_outside_the_preconditions_are_named(name: str, bad: float) -> None:
-    given = {"kv": rows(), "score": rows()}
-    require_values(**given, weights=weights())
-    given[name][7, 3] = bad
-    with pytest.raises(ValueError, match=f"^{name}: "):
-        require_values(**given, weights=weights())
+@pytest.mark.parametrize("name", ["ape", "norm_weight", "rope_table"])
+def test_parameters_outside_the_preconditions_are_named(name: str, bad: float) -> None:
+    given = {
+        "ape": torch.zeros(4, WIDTH),
+        "norm_weight": torch.ones(128),
+        "rope_table": torch.zeros(8, 32, 2),
+    }
+    given[name].view(-1)[17] = bad
+    with pytest.raises(ValueError, match=f"^{name}: a magnitude of "):
+        StoreWeights.prepare(4, **given, norm_eps=1e-6)
 
 
-def test_scores_without_a_softmax_are_refused() -> None:
-    score = rows()
-    score[0, 0] = -(2.0**22)
-    with pytest.raises(ValueError, match="scores this large have no softmax"):
-        require_values(rows(), score, weights())
+@pytest.mark.parametrize("largest", [0.0, 0.7, 40.0, 1e5, 2.9e6, 2.90722e6])
+def test_safe_scores_keep_the_precondition(largest: float) -> None:
+    ape = torch.zeros(4, WIDTH)
+    ape[2, 5] = -largest
+    made = StoreWeights.prepare(4, ape, torch.ones(128), torch.zeros(8, 32, 2), 1e-6)
+    safe = np.float32(made.score_safe)
+    most = made.ape.abs().max().numpy()
+
+    assert safe > 0 or largest > 2.907e6
+    assert fma(safe, LOG2_E, most) < SCORE_LIMIT
+    assert fma(-safe, LOG2_E, -most) > -SCORE_LIMIT
+
+
+def faults(first: int, second: int) -> Tensor:
+    return torch.tensor([first, second], dtype=torch.int32)
+
+
+def test_what_a_launch_found_is_named() -> None:
+    none = int(new_faults("cpu")[0])
+    require_no_store_faults(new_faults("cpu"), plan())
+    require_no_query_faults(new_faults("cpu"))
+    with pytest.raises(ValueError, match=r"^score: the window that ends at row 15 \(entry 3"):
+        require_no_store_faults(faults(3, none), plan())
+    with pytest.raises(ValueError, match=r"^kv: the window that ends at row 3 \(entry 0"):
+        require_no_store_faults(faults(none, 0), plan())
+    with pytest.raises(ValueError, match=r"^q: token 7 holds a number that is not finite"):
+        require_no_query_faults(faults(7, none))
+    with pytest.raises(ValueError, match=r"^weights: token 2 holds"):
+        require_no_query_faults(faults(none, 2))
+
+
+def test_what_a_decode_launch_found_is_named_by_its_chunk() -> None:
+    start = np.array([6, 7, 11])
+    chunks = Chunks(np.arange(3), start, np.ones(3, np.int64), np.zeros(3, np.int64))
+    step = plan_store(4, chunks, torch.zeros(3, 1, dtype=torch.int32), 4, decode=True)
+    with pytest.raises(ValueError, match=r"^score: the window that ends at row 2 \(entry 2"):
+        require_no_store_faults(faults(2, 2), step)
 
 
 def test_separate_steps_refuse_decode_plans() -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from needlepoint.verify.bench import BenchReport, BenchRow, decode_cases, prefill_cases
+from needlepoint.optimized.cuda_plan import StorePlan
+from needlepoint.optimized.cuda_variants import MODULES
+from needlepoint.optimized.pages import allocate
+from needlepoint.verify.bench import (
+    QUERIES,
+    BenchReport,
+    BenchRow,
+    decode_cases,
+    prefill_cases,
+    select,
+)
 from needlepoint.verify.bench_bytes import (
     KINDS,
     ByteCount,
@@ -19,7 +31,12 @@ from needlepoint.verify.bench_bytes import (
 from needlepoint.verify.bench_cases import StoreCase
 from needlepoint.verify.bench_sglang import load_sglang
 from needlepoint.verify.bench_timing import Side, Timing, measure
-from needlepoint.verify.gpu_report import main, markdown, totals
+from needlepoint.verify.byte_inputs import SOURCES, projected
+from needlepoint.verify.byte_sweep import Calls, Feed, window_tokens
+from needlepoint.verify.cli import app
+from needlepoint.verify.cli_run import run_app
+from needlepoint.verify.gpu_report import main, markdown, totals, write
+from needlepoint.verify.synthetic import KINDS as SYNTHETIC_KINDS
 
 FP32 = torch.float32
 
@@ -74,16 +91,128 @@ def row(ratio: float | None) -> BenchRow:
     return BenchRow("prefill", Timing("ours", 2.0, 1.9, 2.1), theirs, ratio, 1.8, 4.0)
 
 
+REPORT = BenchReport(
+    date="2026-11-29",
+    card="card",
+    architecture="sm_90a",
+    driver="580",
+    torch="2.11",
+    sglang=None,
+    copy_4gib=4.2,
+    product=790.0,
+    rows=(row(1.5), row(None)),
+)
+
+
 def test_the_report_names_times_ratios_and_bytes() -> None:
-    bench = BenchReport("card", "2.11", None, 4.2, 790.0, (row(1.5), row(None)))
     counts = [ByteCount("index-fp8", "fp32", kind, 8, 2, kind == "tied", 264) for kind in KINDS]
     sums = totals(counts)
-    page = markdown(bench, sums, {"card": "card"})
+    page = markdown(REPORT, counts)
 
     assert sums == {"index-fp8, fp32 in": {"rows": 16, "differing": 1, "bytes": 8 * 264}}
+    assert totals(counts, by_kind=True)["index-fp8, fp32 in, tied"]["differing"] == 1
     assert "| index-fp8, fp32 in | 16 | 1 | 2112 |" in page
     assert "  1.50" in page
     assert "sglang absent" in page
+
+
+def test_both_files_of_the_report_hold_every_time_and_count(tmp_path: Path) -> None:
+    counts = [ByteCount("index-fp8", "fp32", "mini", 8, 2, 0, 264)]
+    page = write(tmp_path, REPORT, counts)
+    report = json.loads((tmp_path / "gpu-report.json").read_text())
+
+    assert (tmp_path / "gpu-report.md").read_text() == page
+    assert report["bench"] == json.loads(REPORT.json())
+    assert report["bench"]["schema"] == "needlepoint.bench/1"
+    assert report["bench"]["rows"][0]["ours"] == {
+        "name": "ours",
+        "median_us": 2.0,
+        "low_us": 1.9,
+        "high_us": 2.1,
+    }
+    assert report["bytes"]["index-fp8, fp32 in, mini"]["rows"] == 2
+    assert set(report["sources_sha256"]) == set(MODULES)
+
+
+def test_workloads_are_chosen_by_a_part_of_their_name() -> None:
+    cases, queries = [*prefill_cases(), *decode_cases()], list(QUERIES)
+
+    assert select(cases, queries, []) == (cases, queries)
+    some, none = select(cases, queries, ["decode r128", "prefill r4 main-bf16 bf16 in, fp32"])
+    assert {case.ratio for case in some} == {4, 128}
+    assert not none
+    assert select(cases, queries, ["query"]) == ([], queries)
+    with pytest.raises(ValueError, match="workload 'decode r8': in no name; names look like"):
+        select(cases, queries, ["decode r8"])
+
+
+def test_every_compressor_of_an_input_is_compared_with_both_dtypes() -> None:
+    seen = list(projected("synthetic:gaussian", tokens=300))
+
+    assert [(given.ratio, given.main.norm_weight.shape[0]) for given in seen] == [
+        *[(4, 128)] * 2,
+        *[(4, 512)] * 2,
+        *[(128, 512)] * 2,
+    ]
+    assert [given.main.kv.dtype for given in seen] == [FP32, torch.bfloat16] * 3
+    assert torch.equal(seen[1].main.kv, seen[0].main.kv.bfloat16())
+    assert SOURCES == ("mini", *(f"synthetic:{kind}" for kind in SYNTHETIC_KINDS))
+
+
+def test_a_round_is_planned_call_by_call_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    monkeypatch.setattr(StorePlan, "to", lambda plan, device: plan)
+    lengths = (9, 17)
+    pages = allocate("index-fp8", 64, [2, 4], seed=1)
+    order = np.arange(100, 126)
+    for feed in (Feed("prefill", 2, (0,)), Feed("chunks", 2, (3, 6)), Feed("decode", 2, (1,))):
+        calls = Calls.plan(4, feed, order, lengths, pages, FP32)
+        taken = torch.cat(
+            [rows[: plan.tokens] for plan, rows in zip(calls.plans, calls.rows, strict=True)]
+        )
+        assert sorted(taken.tolist()) == order.tolist()
+        assert sum(len(plan.windows.entry) for plan in calls.plans) == 6
+        assert calls.state is (None if feed.name == "prefill" else FP32)
+        assert {plan.decode for plan in calls.plans} == {feed.name == "decode"}
+
+
+def test_windows_are_made_of_consecutive_tokens() -> None:
+    tokens, entries = window_tokens(4, (9, 4))
+
+    assert entries.tolist() == [0, 1, 0]
+    assert tokens.tolist() == [
+        [-1, -1, -1, -1, 0, 1, 2, 3],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [-1, -1, -1, -1, 9, 10, 11, 12],
+    ]
+    assert window_tokens(128, (256,))[0].tolist() == torch.arange(256).view(2, 128).tolist()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("options", [[], ["--device", "cuda"], ["--json", "FOLDER/bench.json"]])
+def test_the_command_without_a_card_exits_2_and_writes_nothing(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [text.replace("FOLDER", str(tmp_path)) for text in options]
+
+    assert run_app(app, ["bench", *given]) == 2
+    assert "needlepoint: error: no CUDA device: torch" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "cpu"], "--device 'cpu': expected cuda"),
+        (["--only", "decode r8"], "workload 'decode r8': in no name"),
+        (["--json", "no/such/folder.json"], "folder no/such does not exist"),
+    ],
+)
+def test_the_command_refuses_bad_options(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(app, ["bench", *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_measuring_nothing_is_refused() -> None:
