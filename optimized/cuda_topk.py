@@ -1,0 +1,309 @@
+"""Exact, deterministic top-k on a CUDA device, and scores that go into it without a matrix.
+
+The picks of a row are the k largest of its first ``limit`` scores, equal scores to the lower
+column, in ascending order, then -1. A row that sees at most k columns picks them all, whatever they
+hold. -0 equals +0, -inf is a number like others, NaN counts as larger than every number and NaNs as
+equal. Columns at or past the limit are never read. A limit below 0 is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from needlepoint.optimized.cuda_checks import require_same_device, require_tensor
+from needlepoint.optimized.cuda_runtime import kernel
+from needlepoint.optimized.cuda_score_plan import ScorePlan, keys_of_a_block, plan_scores
+from needlepoint.optimized.cuda_score_variants import (
+    MMA,
+    TILES,
+    TOPK_LIMITS,
+    held_heads,
+    score_topk_name,
+    topk_name,
+)
+from needlepoint.optimized.cuda_scores import (
+    Keys,
+    allocate_scores,
+    require_scores,
+    scores,
+)
+from needlepoint.optimized.interface import QueryRows
+
+MAX_COLUMNS = 2**20
+BUDGET_BYTES = 2**30
+"""Default budget of scores that wait for selection."""
+_LIST_HEAD_ROWS = 64  # of a block of the fused path
+_NUMBERS = 4096  # scores that a block of the fused path keeps
+_LIST_LIMIT = 2  # spans are at least this many times k long, so that lists are much shorter
+_MAX_COLUMNS = {"small": 40960, "rows": 65536}  # longer rows overflow what a block gathers
+_LONG_ROWS = 132  # fewer rows than this are given a large block each
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """How picks become slots of the paged pool.
+
+    Attributes
+    ----------
+    table
+        int32 ``[requests, pages of a request]``.
+    page_size
+        Rows a page, a power of two.
+    row_requests
+        int32 ``[rows]``, row of the table for each row of scores.
+    """
+
+    table: Tensor
+    page_size: int
+    row_requests: Tensor
+
+
+def topk(
+    values: Tensor,
+    limits: Tensor,
+    k: int,
+    pages: PageTable | None = None,
+    *,
+    overlap: bool = True,
+) -> Tensor:
+    """Return the picks of every row.
+
+    Parameters
+    ----------
+    values
+        fp32 ``[rows, columns]``, at most 2**20 columns; rows start at multiples of 16 bytes and may
+        be strided.
+    limits
+        int32 ``[rows]`` on the device, columns that count.
+    k
+        Picks a row, at most 2,048.
+    pages
+        Translates picks into slots of a paged pool; None keeps columns.
+    overlap
+        Whether the launch may overlap with its neighbours in the stream.
+
+    Returns
+    -------
+    Tensor
+        int32 ``[rows, k]``.
+
+    Raises
+    ------
+    ValueError
+        Before any launch, if an argument does not fit; the message names it.
+    """
+    require_topk(values, limits, k, pages)
+    picks = torch.empty((values.shape[0], k), dtype=torch.int32, device=values.device)
+    launch_topk(values, limits, picks, pages, overlap=overlap)
+    return picks
+
+
+def require_topk(values: Tensor, limits: Tensor, k: int, pages: PageTable | None) -> None:
+    """Check the arguments of :func:`topk`."""
+    if not 1 <= k <= TOPK_LIMITS["long"]:
+        raise ValueError(f"k {k}: expected 1 to {TOPK_LIMITS['long']}")
+    require_tensor("values", values, (None, None), (torch.float32,), rows_strided=True)
+    if values.shape[1] > MAX_COLUMNS:
+        raise ValueError(f"values: {values.shape[1]} columns, expected at most {MAX_COLUMNS}")
+    require_tensor("limits", limits, (values.shape[0],), (torch.int32,), align=4)
+    tensors = {"values": values, "limits": limits}
+    if pages is not None:
+        tensors |= _require_pages(pages, values.shape[0])
+    require_same_device(**tensors)
+
+
+def _require_pages(pages: PageTable, rows: int) -> dict[str, Tensor]:
+    size = pages.page_size
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"pages.page_size {size}: expected a power of two")
+    require_tensor("pages.table", pages.table, (None, None), (torch.int32,), align=4)
+    require_tensor("pages.row_requests", pages.row_requests, (rows,), (torch.int32,), align=4)
+    return {"pages.table": pages.table, "pages.row_requests": pages.row_requests}
+
+
+def topk_kind(rows: int, columns: int, k: int) -> str:
+    """Return which kernel selects: small blocks for many short rows, large ones for the others."""
+    if rows < _LONG_ROWS:
+        return "long"
+    fits = (kind for kind, most in _MAX_COLUMNS.items() if columns <= most)
+    return next((kind for kind in fits if k <= TOPK_LIMITS[kind]), "long")
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Best scores of every span of columns, and the columns that they are of."""
+
+    columns: Tensor
+    span: int
+    slots: int
+    seen: int  # columns of the scores themselves
+
+
+def launch_topk(
+    values: Tensor,
+    limits: Tensor,
+    picks: Tensor,
+    pages: PageTable | None = None,
+    lists: _Lists | None = None,
+    *,
+    overlap: bool = True,
+) -> None:
+    """Launch on arguments that :func:`require_topk` has accepted."""
+    none = torch.empty((0, 0), dtype=torch.int32, device=values.device)
+    requests, table, shift = none, none, 0
+    if pages is not None:
+        requests, table = pages.row_requests, pages.table
+        shift = pages.page_size.bit_length() - 1
+    found, columns, span, slots = none, values.shape[1], 0, 0
+    if lists is not None:
+        found, columns, span, slots = lists.columns, lists.seen, lists.span, lists.slots
+    launch = kernel(topk_name(topk_kind(picks.shape[0], columns, picks.shape[1])), values.device)
+    with torch.cuda.device(values.device):
+        launch(values, limits, found, requests, table, picks, columns, shift, span, slots, overlap)
+
+
+def score_topk(
+    query: QueryRows,
+    limits: Tensor,
+    keys: Keys,
+    plan: ScorePlan,
+    columns: int,
+    k: int,
+    pages: PageTable | None = None,
+    *,
+    budget_bytes: int = BUDGET_BYTES,
+) -> Tensor:
+    """Score and select; scores wait for selection in chunks of rows within a budget.
+
+    Arguments are those of :func:`~needlepoint.optimized.cuda_scores.scores` and :func:`topk`; the
+    picks are the same for every budget.
+
+    Parameters
+    ----------
+    budget_bytes
+        Bytes of scores at a time, at least one row's.
+
+    Raises
+    ------
+    ValueError
+        Before any launch, if an argument does not fit; the message names it.
+    """
+    require_scores(query, limits, keys, plan, columns)
+    device = query.weights.device
+    picks = torch.empty((plan.rows, k), dtype=torch.int32, device=device)
+    buffer: Tensor | None = None
+    for first, stop, part in _chunks(plan, columns, budget_bytes):
+        rows = slice(first, stop)
+        seen = limits[rows]
+        if buffer is None:
+            buffer = allocate_scores(stop - first, columns, device)
+        values = scores(query_slice(query, rows), seen, keys, part, columns, buffer[: stop - first])
+        on_device = seen.to(device)
+        translate = None
+        if pages is not None:
+            translate = PageTable(pages.table, pages.page_size, pages.row_requests[rows])
+        require_topk(values, on_device, k, translate)
+        launch_topk(values, on_device, picks[rows], translate)
+    return picks
+
+
+def query_slice(query: QueryRows, rows: slice) -> QueryRows:
+    """Return some rows of stored queries, without a copy."""
+    scales = None if query.scales is None else query.scales[rows]
+    return QueryRows(
+        query.format, query.codes[rows], scales, query.weights[rows], query.scale_folded
+    )
+
+
+def _chunks(plan: ScorePlan, columns: int, budget_bytes: int) -> list[tuple[int, int, ScorePlan]]:
+    """Return first row, end and plan of each chunk of rows; the largest comes first."""
+    most = budget_bytes // (4 * max(columns, 1) + 16)
+    if most < 1:
+        raise ValueError(
+            f"budget of {budget_bytes} bytes: expected at least {4 * columns + 16}, one row of "
+            f"{columns} scores"
+        )
+    if most >= plan.rows:
+        return [(0, plan.rows, plan)] if plan.rows else []
+    owners, device = plan.row_requests.cpu(), plan.row_requests.device
+    out = []
+    for first in range(0, plan.rows, most):
+        stop = min(first + most, plan.rows)
+        counts = torch.bincount(owners[first:stop], minlength=plan.requests).tolist()
+        part = plan_scores(counts, plan.heads, plan.unit).to(device)
+        out.append((first, stop, part))
+    return out
+
+
+def long_plan(counts: Sequence[int], heads: int, unit: str = MMA) -> ScorePlan:
+    """Return a plan for :func:`score_topk_lists`: as few rows a group as fill the unit."""
+    return plan_scores(counts, heads, unit, most=_LIST_HEAD_ROWS // held_heads(heads))
+
+
+def score_topk_lists(
+    query: QueryRows,
+    limits: Tensor,
+    keys: Keys,
+    plan: ScorePlan,
+    columns: int,
+    k: int,
+    pages: PageTable | None = None,
+    *,
+    overlap: bool = True,
+) -> Tensor:
+    """Score and select long rows without a score matrix.
+
+    Every block scores a span of keys, keeps the scores in shared memory and writes only the best k
+    of them; the picks are selected among those. Same picks as :func:`score_topk`.
+
+    Parameters
+    ----------
+    plan
+        From :func:`long_plan`, on the device.
+
+    Raises
+    ------
+    ValueError
+        Before any launch, if an argument does not fit; the message names it.
+    """
+    given = require_scores(query, limits, keys, plan, columns)
+    groups = _list_groups(plan)
+    seen = given.tensors[3]
+    span = list_span(columns, plan, k, given.device)
+    slots = min(k, span)
+    spans = -(-columns // span)
+    values = allocate_scores(plan.rows, spans * slots, given.device)
+    found = torch.empty((plan.rows, values.stride(0)), dtype=torch.int32, device=given.device)[
+        :, : spans * slots
+    ]
+    require_topk(values, seen, k, pages)
+    launch = kernel(score_topk_name(plan.heads, given.row, plan.unit), given.device)
+    sizes = (given.page_shift, columns, span)
+    with torch.cuda.device(given.device):
+        launch(*given.tensors, groups, *given.keys, *sizes, values, found, slots, overlap)
+    picks = torch.empty((plan.rows, k), dtype=torch.int32, device=given.device)
+    launch_topk(values, seen, picks, pages, _Lists(found, span, slots, columns), overlap=overlap)
+    return picks
+
+
+def _list_groups(plan: ScorePlan) -> Tensor:
+    """Return the groups of a plan that the fused path can take."""
+    most = _LIST_HEAD_ROWS // held_heads(plan.heads)
+    if plan.largest > most:
+        raise ValueError(
+            f"plan: groups of up to {plan.largest} rows, expected at most {most}, as of long_plan"
+        )
+    return plan.groups[list(TILES[plan.unit])[-1]]
+
+
+def list_span(columns: int, plan: ScorePlan, k: int, device: torch.device) -> int:
+    """Return the keys of a block of the fused path: lists stay shorter than half the scores."""
+    most = _NUMBERS // (_LIST_HEAD_ROWS // held_heads(plan.heads))
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    tile = list(TILES[plan.unit])[-1]
+    span = keys_of_a_block(columns, max(1, plan.groups[tile].shape[0]), tile, count, most)
+    return min(most, max(span, -(-_LIST_LIMIT * k // 128) * 128))
