@@ -1,0 +1,210 @@
+"""``needlepoint rejudge``: new limits over a saved result, nothing rerun.
+
+A row's error is kept in units of the a-priori radius, so another limit is another comparison of the
+same numbers. What limits do not decide stays as it was: rows missing from the comparison, invalid
+picks, swaps that no score justifies, bytes that no entry owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from needlepoint.verify.bias import Z_LIMIT, bias_note
+from needlepoint.verify.candidate_results import candidate_verdict, first_divergence
+from needlepoint.verify.gates import Gate, apply_gates
+from needlepoint.verify.limits import Limit, Limits
+from needlepoint.verify.pipeline import PipelineOutput, count_stages
+from needlepoint.verify.result import (
+    CANNOT_JUDGE,
+    DIFFER,
+    MATCH,
+    CandidateResult,
+    ErrorStats,
+    LayerResult,
+    Result,
+    StageResult,
+    Swaps,
+    TopkResult,
+    Verdict,
+    worst_verdict,
+)
+from needlepoint.verify.spread import not_finite, spread
+from needlepoint.verify.stages import COMPARED, TOPK
+from needlepoint.verify.vacuity import limit_fault, passing_limit
+
+
+def rejudge(result: Result, rows: Mapping[str, Tensor], limits: Limits) -> PipelineOutput:
+    """Judge a saved result by other limits.
+
+    Parameters
+    ----------
+    result
+        As read from the file of ``--json``.
+    rows
+        The row errors beside it.
+    limits
+        New limits of every stage.
+
+    Returns
+    -------
+    PipelineOutput
+        The result under the new limits, its gates applied again, and the same rows.
+
+    Raises
+    ------
+    ValueError
+        If the row errors of a compared stage are missing or of another number.
+    """
+    candidates = tuple(_candidate(candidate, rows, limits) for candidate in result.candidates)
+    counts = count_stages(candidates)
+    verdict: Verdict = worst_verdict(candidate.verdict for candidate in candidates)
+    if counts.compared == 0 or counts.compared < counts.expected:
+        verdict = CANNOT_JUDGE
+    gates = dict.fromkeys(Gate(g.path, g.operator, g.limit) for g in result.gates)
+    judged = result.model_copy(
+        update={"candidates": candidates, "counts": counts, "verdict": verdict, "gates": ()}
+    )
+    return PipelineOutput(apply_gates(judged, tuple(gates)), rows)
+
+
+def _candidate(
+    candidate: CandidateResult, rows: Mapping[str, Tensor], limits: Limits
+) -> CandidateResult:
+    layers = tuple(
+        _layer(layer, f"{candidate.name}/layer{layer.layer}", rows, limits)
+        for layer in candidate.layers
+    )
+    return candidate.model_copy(
+        update={
+            "layers": layers,
+            "verdict": candidate_verdict(layers),
+            "first_divergence": first_divergence(layers),
+        }
+    )
+
+
+def _layer(
+    layer: LayerResult, prefix: str, rows: Mapping[str, Tensor], limits: Limits
+) -> LayerResult:
+    stages = tuple(
+        _stage(stage, f"{prefix}/{stage.path}/{stage.stage}", rows, limits[stage.stage])
+        if stage.kind == COMPARED and stage.rows_compared
+        else stage
+        for stage in layer.stages
+    )
+    topk = layer.topk
+    if topk is not None:
+        gaps = rows.get(f"{prefix}/index/{TOPK}/swaps")
+        topk = _topk(topk, gaps, limits[TOPK].value, prefix)
+    return layer.model_copy(update={"stages": stages, "topk": topk})
+
+
+def _stage(stage: StageResult, name: str, rows: Mapping[str, Tensor], limit: Limit) -> StageResult:
+    local, accumulated = (
+        _errors(rows, f"{name}/{which}", stage.rows_compared) for which in ("local", "accumulated")
+    )
+    old = 1.0 if stage.limit is None else stage.limit.value
+    narrowest, widest = (
+        (None, None) if stage.limit is None else (stage.limit.narrowest, stage.limit.widest)
+    )
+    bound = Z_LIMIT * max(1.0, limit.value)
+    bias = tuple(
+        test.model_copy(update={"limit": bound, "exceeded": abs(test.z) > bound})
+        for test in stage.bias
+    )
+    verdict, detail = _verdict(stage, local, limit.value)
+    fault = limit_fault(limit.value, narrowest, widest)
+    if stage.rows_compared != stage.rows_expected or fault is not None:
+        verdict, detail = CANNOT_JUDGE, fault or detail
+    elif leaning := bias_note(bias):
+        verdict, detail = DIFFER, leaning
+    scale = old / limit.value
+    worst = tuple(
+        row.model_copy(update={"error": None if row.error is None else row.error * scale})
+        for row in stage.worst
+    )
+    largest = float(torch.cat((local, accumulated)).nan_to_num(nan=torch.inf).max())
+    shown = None
+    if stage.limit is not None:
+        passing = passing_limit(largest, bias, narrowest, widest)
+        shown = stage.limit.model_copy(update={"value": limit.value, "passing": passing})
+    return stage.model_copy(
+        update={
+            "verdict": verdict,
+            "detail": detail,
+            "limit": shown,
+            "local": _stats(stage.local, local, limit.value),
+            "accumulated": _stats(stage.accumulated, accumulated, limit.value),
+            "worst": worst,
+            "bias": bias,
+        }
+    )
+
+
+def _verdict(stage: StageResult, local: Tensor, limit: float) -> tuple[Verdict, str | None]:
+    """Return the verdict by size; a difference that no size or direction explains stays."""
+    by_size = stage.local is not None and stage.local.rows_failed > 0
+    by_limit = by_size or any(test.exceeded for test in stage.bias)
+    if stage.verdict == DIFFER and not by_limit:
+        return DIFFER, stage.detail
+    stale = stage.detail is not None and stage.detail in (
+        bias_note(stage.bias),
+        _old_fault(stage),
+    )
+    return (
+        DIFFER if bool((~(local <= limit)).any()) else MATCH,
+        None if stale else stage.detail,
+    )
+
+
+def _old_fault(stage: StageResult) -> str | None:
+    if stage.limit is None:
+        return None
+    return limit_fault(stage.limit.value, stage.limit.narrowest, stage.limit.widest)
+
+
+def _stats(stats: ErrorStats | None, errors: Tensor, limit: float) -> ErrorStats | None:
+    if stats is None:
+        return None
+    return stats.model_copy(
+        update={
+            "error": spread(errors / limit),
+            "rows_failed": int((~(errors <= limit)).sum()),
+            "rows_not_finite": not_finite(errors),
+        }
+    )
+
+
+def _topk(topk: TopkResult, gaps: Tensor | None, limit: float, prefix: str) -> TopkResult:
+    """Return the selection with its justified swaps parted anew."""
+    swaps = topk.swaps
+    expected = swaps.explained + swaps.upstream
+    known = 0 if gaps is None else len(gaps)
+    if known != expected:
+        raise ValueError(
+            f"row errors {prefix}/index/{TOPK}/swaps: {known} swaps, the result has {expected}; "
+            "expected the row file that was written with this result"
+        )
+    explained = 0 if gaps is None else int((gaps <= limit).sum())
+    moved = Swaps(
+        tie=swaps.tie,
+        explained=explained,
+        selector=swaps.selector,
+        unknown=swaps.unknown,
+        upstream=expected - explained,
+    )
+    return topk.model_copy(update={"swaps": moved})
+
+
+def _errors(rows: Mapping[str, Tensor], name: str, count: int) -> Tensor:
+    found = rows.get(name)
+    if found is None or tuple(found.shape) != (count,):
+        what = "missing" if found is None else f"shape {list(found.shape)}"
+        raise ValueError(
+            f"row errors {name}: {what}, the result compared {count} rows; expected the row file "
+            "that was written with this result"
+        )
+    return found.to(torch.float64)
