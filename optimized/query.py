@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from needlepoint.optimized.compressor import widen
 from needlepoint.optimized.exact32 import F32
@@ -35,9 +37,20 @@ def store_queries(given: QueryInputs, inputs: LayerInputs, key_format: str) -> Q
     QueryRows
         Codes and scales of every head row; fp8 weights already hold the query scale.
     """
-    tokens, heads, _ = given.q.shape
     positions = np.concatenate([np.arange(n) for n in inputs.lengths])
-    table = widen(inputs.rope_table)
+    return store_queries_at(given, positions, inputs.rope_table, inputs.weight_scale, key_format)
+
+
+def store_queries_at(
+    given: QueryInputs,
+    positions: npt.NDArray[np.int64],
+    rope_table: Tensor,
+    weight_scale: float,
+    key_format: str,
+) -> QueryRows:
+    """Do what :func:`store_queries` does for tokens at any positions, int64 ``[tokens]``."""
+    tokens, heads, _ = given.q.shape
+    table = widen(rope_table)
     q = widen(given.q)
     step = max(1, _ROWS // heads)
 
@@ -48,7 +61,7 @@ def store_queries(given: QueryInputs, inputs: LayerInputs, key_format: str) -> Q
     parts = over_blocks(store, range(0, tokens, step))
     values = np.concatenate([p.values for p in parts]).reshape(tokens, heads, -1)
     scales = np.concatenate([p.scales for p in parts]).reshape(tokens, heads, -1)
-    weights = widen(given.weights) * np.float32(inputs.weight_scale)
+    weights = widen(given.weights) * np.float32(weight_scale)
     if key_format == "bf16":
         codes = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
         return QueryRows("bf16", codes, None, torch.from_numpy(weights), False)

@@ -1,0 +1,176 @@
+"""One scenario on the reference and on candidates, at both ratios."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from needlepoint.optimized.interface import Candidate, CandidateInfo, StageKey
+from needlepoint.optimized.stateful import (
+    BF16_STATE,
+    FP32_STATE,
+    CacheSpec,
+    CannotServe,
+    Server,
+    StatefulCandidate,
+)
+from needlepoint.verify.candidate_run import CandidateFailed
+from needlepoint.verify.profiles import NEEDLEPOINT
+from needlepoint.verify.scenario import Scenario
+from needlepoint.verify.scenario_actions import Action
+from needlepoint.verify.scenario_bank import RATIOS, Bank, bank
+from needlepoint.verify.scenario_expected import specification_rows
+from needlepoint.verify.scenario_judge import ByteJudge, Judge
+from needlepoint.verify.scenario_limits import LimitJudge
+from needlepoint.verify.scenario_reference import ReferenceCandidate
+from needlepoint.verify.scenario_reference_rows import reference_expected
+from needlepoint.verify.scenario_rules import check
+from needlepoint.verify.scenario_run import Failure, run_scenario
+
+Compared = Counter[tuple[str, int, StageKey]]
+"""Rows compared by candidate, ratio and stage."""
+
+
+@dataclass(frozen=True)
+class TrialFailure:
+    """A scenario that failed on one candidate.
+
+    Attributes
+    ----------
+    candidate, ratio
+        Who, and in which layer.
+    failure
+        Event, token and stage.
+    scenario
+        The scenario.
+    """
+
+    candidate: str
+    ratio: int
+    failure: Failure
+    scenario: Scenario
+
+
+@dataclass
+class Trial:
+    """What one scenario showed: the first failure of each candidate, and rows compared."""
+
+    failures: list[TrialFailure] = field(default_factory=list)
+    compared: Compared = field(default_factory=Counter)
+
+
+def try_scenario(
+    scenario: Scenario, candidates: Sequence[StatefulCandidate], *, reference: bool = True
+) -> Trial:
+    """Run a scenario on the reference, where asked for, then on every candidate.
+
+    Raises
+    ------
+    ScenarioError
+        If an event is not possible.
+    CandidateFailed
+        If a candidate raises, or the reference itself does not hold to the oracle.
+    """
+    actions = check(scenario)
+    if reference:
+        _require_reference(scenario, actions)
+    trial = Trial()
+    for candidate in candidates:
+        if not covers(candidate, scenario):
+            continue
+        found_here = try_candidate(scenario, actions, candidate)
+        trial.failures += found_here.failures
+        trial.compared += found_here.compared
+    return trial
+
+
+def _require_reference(scenario: Scenario, actions: Sequence[Action]) -> None:
+    """Raise unless the reference itself holds to the oracle."""
+    for found in try_candidate(scenario, actions, ReferenceCandidate(scenario.seed)).failures:
+        raise CandidateFailed(
+            f"{scenario.name}: the reference fails its own oracle at event "
+            f"{found.failure.event} (ratio {found.ratio}): {found.failure.problem.detail}"
+        )
+
+
+def try_candidate(
+    scenario: Scenario, actions: Sequence[Action], candidate: StatefulCandidate
+) -> Trial:
+    """Run checked actions on one candidate, layer by layer; the first failure ends it.
+
+    Raises
+    ------
+    CandidateFailed
+        If the candidate raises.
+    """
+    trial = Trial()
+    info = candidate.info
+    name = info.name
+    longest = _longest(actions)
+    for ratio in RATIOS:
+        tokens = bank(ratio, scenario.seed)
+        if longest < ratio and tokens.inputs.query is None:
+            continue  # no queries, and no entry is ever complete: there is nothing to compare
+        server = _server(scenario, candidate, tokens)
+        judge = _judge(scenario, candidate, info, tokens)
+        outcome = run_scenario(actions, server, tokens, judge, name)
+        for stage, rows in outcome.compared.items():
+            trial.compared[name, ratio, stage] += rows
+        if outcome.failure is not None:
+            trial.failures.append(TrialFailure(name, ratio, outcome.failure, scenario))
+            return trial
+    return trial
+
+
+def _longest(actions: Sequence[Action]) -> int:
+    """Return the tokens of the longest request, rejected drafts included."""
+    parts = [part for action in actions for part in action.parts]
+    return max((len(part.before.texts) + len(part.texts) for part in parts), default=0)
+
+
+def not_covering(candidate: Candidate) -> str | None:
+    """Return why a candidate cannot be driven through scenarios, or None."""
+    if not isinstance(candidate, StatefulCandidate):
+        return "has no serve(): it does not compute step by step"
+    try:
+        candidate.serve(bank(4, 0).parameters(), CacheSpec(1, 1, 64, 1, FP32_STATE))
+    except CannotServe as error:
+        return str(error)
+    return None
+
+
+def covers(candidate: StatefulCandidate, scenario: Scenario) -> bool:
+    """Return whether a candidate can be judged on a scenario.
+
+    What a bf16 state makes of a row is said by the specification alone.
+    """
+    return scenario.state != BF16_STATE or candidate.info.profile == NEEDLEPOINT
+
+
+def _server(scenario: Scenario, candidate: StatefulCandidate, tokens: Bank) -> Server:
+    spec = CacheSpec(
+        slots=scenario.slots,
+        pages=scenario.pages,
+        page_size=scenario.page_tokens // tokens.ratio,
+        pools=scenario.pools,
+        state=scenario.state,
+    )
+    try:
+        return candidate.serve(tokens.parameters(), spec)
+    except Exception as error:
+        name = candidate.info.name
+        raise CandidateFailed(f"candidate {name}, {scenario.name}: serve: {error}") from error
+
+
+def _judge(
+    scenario: Scenario, candidate: StatefulCandidate, info: CandidateInfo, tokens: Bank
+) -> Judge:
+    """Return the judge of a candidate: bytes where the specification says them, else limits."""
+    if isinstance(candidate, ReferenceCandidate):
+        own = reference_expected(tokens.ratio, scenario.seed, scenario.state)
+        return ByteJudge(tokens, own)
+    if info.profile == NEEDLEPOINT:
+        meant = specification_rows(tokens.ratio, scenario.seed, info.format, scenario.state)
+        return ByteJudge(tokens, meant)
+    return LimitJudge(tokens, info)
