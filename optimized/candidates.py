@@ -9,7 +9,9 @@ from importlib.metadata import EntryPoint, entry_points
 
 from needlepoint.optimized.cuda_candidates import CudaCandidate, Launches
 from needlepoint.optimized.emulated import EmulatedCandidate, Order
+from needlepoint.optimized.engine_transformers import TransformersCandidate
 from needlepoint.optimized.interface import Candidate
+from needlepoint.optimized.parallel_heads import ParallelHeads
 
 ENTRY_POINT_GROUP = "needlepoint.candidates"
 
@@ -24,6 +26,10 @@ FACTORIES: dict[str, Factory] = {
     "cuda:fused-fp8": partial(CudaCandidate, "fp8", Launches.ONE),
     "cuda:fused-fp4": partial(CudaCandidate, "fp4", Launches.ONE),
     "cuda:unfused-bf16": partial(CudaCandidate, "bf16", Launches.SEPARATE),
+    "transformers": TransformersCandidate,
+    "heads:fused-bf16": partial(ParallelHeads, "bf16"),
+    "heads:fused-fp8": partial(ParallelHeads, "fp8"),
+    "heads:fused-fp4": partial(ParallelHeads, "fp4"),
 }
 """Our own candidates. A factory raises ValueError if this machine cannot run its candidate."""
 

@@ -18,11 +18,19 @@ import torch
 from torch import Tensor
 
 from needlepoint.reference.norm import rms_norm
-from needlepoint.reference.profile import ApePlacement, Arithmetic
+from needlepoint.reference.profile import ApePlacement, Arithmetic, Precision
 from needlepoint.reference.ring import PositionRing
 from needlepoint.reference.rounding import round_to
 
-__all__ = ["CompressorState", "Taps", "gather_taps", "pool", "rms_norm"]
+__all__ = [
+    "CompressorState",
+    "Taps",
+    "compressor_inputs",
+    "gather_taps",
+    "pool",
+    "rms_norm",
+    "rounds_inside",
+]
 
 
 @dataclass(frozen=True)
@@ -142,19 +150,46 @@ def gather_taps(
     return Taps(_windows(torch.cat(values), ratio), _windows(torch.cat(logits), ratio))
 
 
-def pool(taps: Taps) -> Tensor:
+def pool(taps: Taps, arithmetic: Arithmetic | None = None) -> Tensor:
     """Return the pooled rows, float64 ``[n, d]``, unrounded.
 
     ``sum_s kv_s exp(l_s - max l) / sum_s exp(l_s - max l)`` for each channel; both sums run over
     the slots in time order.
+
+    Parameters
+    ----------
+    taps
+        What each window reads.
+    arithmetic
+        Where ``pool_weights`` or ``pool_terms`` is bf16, the weights are normalised first and
+        rounded, then each product with its value.
     """
     weights = (taps.logits - taps.logits.amax(dim=1, keepdim=True)).exp()
+    if arithmetic is not None and rounds_inside(arithmetic):
+        shares = weights / weights.sum(dim=1, keepdim=True)
+        terms = _if_bf16(shares, arithmetic.pool_weights) * taps.kv
+        return _if_bf16(terms, arithmetic.pool_terms).sum(dim=1)
     total = torch.zeros(taps.kv[:, 0].shape, dtype=torch.float64)
     norm = torch.zeros_like(total)
     for slot in range(taps.kv.shape[1]):
         total += weights[:, slot] * taps.kv[:, slot]
         norm += weights[:, slot]
     return total / norm
+
+
+def rounds_inside(arithmetic: Arithmetic) -> bool:
+    """Return whether the pooling has a rounding point of its own, before the pooled row."""
+    return Precision.BF16 in (arithmetic.pool_weights, arithmetic.pool_terms)
+
+
+def _if_bf16(x: Tensor, precision: Precision) -> Tensor:
+    return round_to(x, precision) if precision is Precision.BF16 else x
+
+
+def compressor_inputs(kv: Tensor, score: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+    """Return projections as the compressor reads them, float64: rounded to ``key_input``."""
+    point = arithmetic.key_input
+    return _if_bf16(kv.to(torch.float64), point), _if_bf16(score.to(torch.float64), point)
 
 
 def _halves(ratio: int) -> int:

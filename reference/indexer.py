@@ -48,17 +48,18 @@ def rotate_query(q: Tensor, rope: Tensor, arithmetic: Arithmetic) -> Tensor:
     rope
         float64 ``[n, pairs, 2]``, cos and sin at the queries' own positions.
     arithmetic
-        ``roped``, ``hadamard`` and ``rotated`` apply.
+        ``query_input``, ``query_roped``, ``query_rotated`` and ``hadamard`` apply.
 
     Returns
     -------
     Tensor
         float64 ``[n, heads, 128]``, before the storage format.
     """
+    own = arithmetic.of_query
 
     def rotate(q: Tensor, rope: Tensor) -> Tensor:
-        roped = round_to(apply_rope(q, rope.unsqueeze(1)), arithmetic.roped)
-        return rotate_index(roped, arithmetic)
+        read = query_inputs(q, arithmetic)
+        return rotate_index(round_to(apply_rope(read, rope.unsqueeze(1)), own.roped), own)
 
     return map_rows(rotate, q, rope)
 
@@ -73,9 +74,15 @@ def head_weights(w: Tensor, scale: float, arithmetic: Arithmetic) -> Tensor:
     scale
         ``ModelConfig.index_weight_scale``: ``128**-0.5 * heads**-0.5``, 2**-6.5 for 64 heads.
     arithmetic
-        ``weights`` applies.
+        ``query_input`` and ``weights`` apply.
     """
-    return round_to(w * scale, arithmetic.weights)
+    return round_to(query_inputs(w, arithmetic) * scale, arithmetic.weights)
+
+
+def query_inputs(x: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Return float64 projections as the query side reads them: rounded to ``query_input``."""
+    bf16 = arithmetic.query_input is Precision.BF16
+    return round_to(x, Precision.BF16) if bf16 else x
 
 
 def score_blocks(n_queries: int, n_keys: int, budget_bytes: int) -> list[slice]:

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from needlepoint.reference.compressor import CompressorState, gather_taps, pool
+from needlepoint.reference.compressor import (
+    CompressorState,
+    compressor_inputs,
+    gather_taps,
+    pool,
+)
 from needlepoint.reference.formats import Format, decode, encode
 from needlepoint.reference.indexer import rotate_index
 from needlepoint.reference.norm import rms_norm
@@ -101,9 +106,10 @@ class KeySide:
         self, given: KeyProjections, weights: CompressorWeights, state: CompressorState
     ) -> tuple[Tensor, Tensor, Tensor]:
         first_entry = state.next_position // self.ratio
-        taps = gather_taps(given.kv, given.score, weights.ape, self.ratio, self.arithmetic, state)
-        state.append(given.kv, given.score, weights.ape)
-        pooled = round_to(pool(taps), self.arithmetic.pooled)
+        kv, score = compressor_inputs(given.kv, given.score, self.arithmetic)
+        taps = gather_taps(kv, score, weights.ape, self.ratio, self.arithmetic, state)
+        state.append(kv, score, weights.ape)
+        pooled = round_to(pool(taps, self.arithmetic), self.arithmetic.pooled)
         # A row stands where its window begins.
         positions = torch.arange(first_entry, first_entry + len(pooled)) * self.ratio
         rope = rope_rows(self.frequencies, positions, self.arithmetic.rope_table)

@@ -40,6 +40,13 @@ class ApePlacement(Enum):
     WRITE = "write"
 
 
+class Accumulator(Enum):
+    """What a score kernel sums in."""
+
+    FP32 = "fp32"
+    SM90_FP8 = "sm90-fp8"  # FP8 wgmma of Hopper: products aligned to about 14 bits, then added
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """Every rounding point from the projections to the attention output.
@@ -75,6 +82,15 @@ class Arithmetic:
         Precision of the compressor state between calls.
     latent
         Query latent ``q_norm(wq_a(x))`` that the query projections read.
+    key_input, query_input
+        What a compressor reads of ``wkv`` and ``wgate``, and what the query side reads of ``wq_b``
+        and ``weights_proj``: ``BF16`` where the engine's product hands its result over in bf16.
+    pool_weights, pool_terms
+        Softmax weights of the pooling, and weight times value; only ``BF16`` is a rounding point.
+    query_roped, query_rotated
+        The query after RoPE and after the Hadamard rotation; None for the precision of the key.
+    accumulator
+        What the score kernel sums in. It moves no rounding point: the bound of scores pays for it.
     """
 
     name: str
@@ -97,11 +113,31 @@ class Arithmetic:
     ape: ApePlacement = ApePlacement.READ
     state: Precision = Precision.FP32
     latent: Precision = Precision.BF16
+    key_input: Precision = Precision.FP32
+    query_input: Precision = Precision.FP32
+    pool_weights: Precision = Precision.FP32
+    pool_terms: Precision = Precision.FP32
+    query_roped: Precision | None = None
+    query_rotated: Precision | None = None
+    accumulator: Accumulator = Accumulator.FP32
+
+    @property
+    def of_query(self) -> Arithmetic:
+        """The same arithmetic with ``roped`` and ``rotated`` as the query has them."""
+        return replace(
+            self,
+            roped=self.roped if self.query_roped is None else self.query_roped,
+            rotated=self.rotated if self.query_rotated is None else self.query_rotated,
+            query_roped=None,
+            query_rotated=None,
+        )
 
     def switches(self) -> dict[str, str | bool]:
         """Return every field but the name as plain data, for results and recordings."""
         out: dict[str, str | bool] = {}
-        for key, value in self.__dict__.items():
+        query = self.of_query
+        own = {"query_roped": query.roped, "query_rotated": query.rotated}
+        for key, value in (self.__dict__ | own).items():
             if key == "name":
                 continue
             if isinstance(value, Enum):
@@ -132,6 +168,10 @@ EXACT = Arithmetic(
     rope_table=Precision.FLOAT64,
     state=Precision.FLOAT64,
     latent=Precision.FLOAT64,
+    key_input=Precision.FLOAT64,
+    query_input=Precision.FLOAT64,
+    pool_weights=Precision.FLOAT64,
+    pool_terms=Precision.FLOAT64,
 )
 
 BF16_CONTRACT = Arithmetic(

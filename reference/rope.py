@@ -57,7 +57,8 @@ def rope_rows(frequencies: Tensor, positions: Tensor, precision: Precision) -> T
     positions
         Integers ``[n]``, below 2**24 (exact in fp32).
     precision
-        ``FLOAT64`` keeps cos and sin, ``FP32`` rounds them, ``BF16`` as some engines do.
+        ``FLOAT64`` keeps cos and sin, ``FP32`` rounds them; ``BF16`` rounds the fp32 numbers once
+        more, as transformers does.
 
     Returns
     -------
@@ -77,7 +78,14 @@ def rope_rows(frequencies: Tensor, positions: Tensor, precision: Precision) -> T
             f"to {(1 << 24) - 1}"
         )
     angles = torch.outer(positions.to(torch.float32), frequencies).to(torch.float64)
-    return round_to(torch.stack((angles.cos(), angles.sin()), dim=-1), precision)
+    return table_as(torch.stack((angles.cos(), angles.sin()), dim=-1), precision)
+
+
+def table_as(table: Tensor, precision: Precision) -> Tensor:
+    """Return float64 cos and sin in a precision; bf16 is reached through fp32."""
+    if precision is Precision.BF16:
+        table = round_to(table, Precision.FP32)
+    return round_to(table, precision)
 
 
 def rope_table(frequencies: Tensor, length: int, precision: Precision) -> Tensor:

@@ -80,7 +80,7 @@ def check_layer_weights(weights: LayerWeights, config: ModelConfig, layer: int) 
         the weights lack, or the reverse, is named too.
     """
     found = _shapes(weights)
-    wanted = _expected_shapes(config, layer)
+    wanted = expected_shapes(config, layer)
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             raise ValueError(
@@ -99,7 +99,8 @@ def _shapes(weights: LayerWeights) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
 
 
-def _expected_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a layer; names of a compressor's begin with its path."""
     ratio, hidden, latent = config.ratio(layer), config.hidden_size, config.q_lora_rank
     shapes: dict[str, tuple[int, ...]] = {
         "wq_a": (latent, hidden),
