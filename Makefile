@@ -11,6 +11,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+NVCC := command -v nvcc >/dev/null || test -x "$${CUDA_HOME:-/usr/local/cuda}/bin/nvcc"
 TORCH_INDEX := $(if $(INDEX),--index-url $(INDEX),)
 
 .PHONY: verify test lint kernels gpu-test clean
@@ -20,6 +21,7 @@ verify: $(VENV)/.installed
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term
+	@$(NVCC) || echo "not run: make kernels (every CUDA variant compiled for every architecture): no nvcc here"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -41,7 +43,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel
 	$(PIP) $(TORCH_INDEX) "$(TORCH)"
-	$(PIP) --editable ".[test,cuda]"
+	$(PIP) --editable ".[test,cuda,engines,server]"
 	touch $@
 
 clean:

@@ -66,7 +66,7 @@ class BuiltModule:
 def translation_unit(module: str) -> str:
     """Return the source of a module: one line a variant."""
     lines = [variant.definition for variant in MODULES[module]]
-    return '#include "exports.h"\n\n' + "\n".join(lines) + "\n"
+    return f'#include "{MODULES[module][0].header}"\n\n' + "\n".join(lines) + "\n"
 
 
 def headers(source: str, folder: Path = CSRC) -> tuple[Path, ...]:
@@ -135,6 +135,11 @@ def build(
             f"architecture sm_{architecture}: expected one of "
             f"{[f'sm_{name}' for name in ARCHITECTURES]}"
         )
+    if not MODULES[module][0].runs_on(architecture):
+        raise ValueError(
+            f"kernel module {module} on sm_{architecture}: it exists for "
+            f"{[f'sm_{name}' for name in MODULES[module][0].architectures or ()]}"
+        )
     choice = os.environ.get(BUILD_VARIABLE, "auto")
     if choice not in BUILD_CHOICES:
         raise ValueError(f"{BUILD_VARIABLE}={choice!r}: expected one of {list(BUILD_CHOICES)}")
@@ -144,7 +149,7 @@ def build(
     root.mkdir(parents=True, exist_ok=True)
     with _locked(root / f"{final.name}.lock"):
         if choice != "force":
-            found = _load(final, module, architecture, key)
+            found = load_built(final, module, architecture, key)
             if found is not None:
                 return found
         if choice == "never":
@@ -163,7 +168,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield  # closing the file releases the lock, also when this process dies
 
 
-def _load(final: Path, module: str, architecture: str, key: str) -> BuiltModule | None:
+def load_built(final: Path, module: str, architecture: str, key: str) -> BuiltModule | None:
     """Return a cached module if it is whole; anything else counts as absent."""
     library = final / f"{module}.so"
     try:
@@ -189,7 +194,16 @@ def _compile(module: str, architecture: str, final: Path, folder: Path) -> str:
         if done.returncode != 0 or not library.is_file():
             raise BuildError(f"kernel module {module} for sm_{architecture} failed:\n{log}")
         digest = hashlib.sha256(library.read_bytes()).hexdigest()
-        (stage / "manifest.json").write_text(json.dumps({"library_sha256": digest, "log": log}))
+        manifest = {
+            "library_sha256": digest,
+            "log": log,
+            # What the key was made of, so that a listing can say why a module is stale.
+            "sources_sha256": sources_sha256(module, folder),
+            "flags": FLAGS,
+            "compiler": tools.version,
+            "variants": [variant.name for variant in MODULES[module]],
+        }
+        (stage / "manifest.json").write_text(json.dumps(manifest))
         if final.exists():
             shutil.rmtree(final)
         stage.rename(final)

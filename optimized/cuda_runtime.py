@@ -14,23 +14,27 @@ from needlepoint.optimized.toolchain import ARCHITECTURES
 Launch = Callable[..., None]
 
 
+class NoDevice(ValueError):
+    """No CUDA device here that the kernels can run on."""
+
+
 def require_cuda() -> str:
     """Return the architecture of the current CUDA device, as nvcc spells it.
 
     Raises
     ------
-    ValueError
+    NoDevice
         If there is no CUDA device, or none that the kernels are written for.
     """
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise NoDevice(
             f"no CUDA device: torch {torch.__version__} sees none; run an emulated: candidate, or "
             "this one on a machine with an NVIDIA card and a CUDA build of torch"
         )
     major, minor = torch.cuda.get_device_capability()
     architecture = f"{major}{minor}a"
     if architecture not in ARCHITECTURES:
-        raise ValueError(
+        raise NoDevice(
             f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}; the kernels "
             f"are written for {[f'sm_{name}' for name in ARCHITECTURES]}"
         )

@@ -7,8 +7,10 @@ one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
+
+from needlepoint.optimized.cuda_score_variants import SCORE_VARIANTS
+from needlepoint.optimized.variant import Variant
 
 INPUTS = ("fp32", "bf16")
 INDEX_ROWS = ("bf16", "fp8", "fp4")
@@ -22,28 +24,6 @@ _MANGLED_INPUT = {"fp32": "f", "bf16": "13__nv_bfloat16"}
 _CPP_ROW = {"bf16": "bf16", "fp8": "fp8", "fp4": "fp4", "584": "packed584", "fp32": "fp32"}
 _ROW_CODE = {"bf16": 0, "fp8": 1, "fp4": 2, "584": 3, "fp32": 4}
 _STEPS = ("norm", "rope", "hadamard", "store")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One kernel.
-
-    Attributes
-    ----------
-    name
-        Unique name; also the exported function.
-    module
-        Module that holds it.
-    definition
-        The line of C++ that defines it.
-    symbol
-        A part of its mangled kernel name that no other variant's has.
-    """
-
-    name: str
-    module: str
-    definition: str
-    symbol: str
 
 
 def row_formats(head_dim: int) -> tuple[str, ...]:
@@ -166,7 +146,7 @@ def _variants() -> tuple[Variant, ...]:
         steps = ("norm", "rope", "hadamard") if head_dim == 128 else ("norm", "rope")
         out += [_step(step, head_dim, "fp32") for step in steps]
         out += [_step("store", head_dim, row) for row in row_formats(head_dim)]
-    return tuple(out)
+    return (*out, *SCORE_VARIANTS)
 
 
 VARIANTS: tuple[Variant, ...] = _variants()

@@ -7,23 +7,32 @@ from enum import Enum
 
 from torch import Tensor
 
+from needlepoint.optimized.emulated_rows import observe_rows, scoring_transients
 from needlepoint.optimized.interface import (
     INDEX,
     MAIN,
-    QUERY,
     CandidateInfo,
     LayerInputs,
     Observed,
     PagedRows,
     StageKey,
+    key_and_query_stages,
 )
 from needlepoint.optimized.keyside import KeySide
 from needlepoint.optimized.memory import TransientLaw, measure_law
 from needlepoint.optimized.narrow import store_bf16, store_main_fp8
 from needlepoint.optimized.preconditions import require_preconditions
 from needlepoint.optimized.query import STORES, store_queries
-from needlepoint.optimized.scoring import FusedScorer, UnfusedScorer, unfused_scores
+from needlepoint.optimized.scoring import (
+    FusedScorer,
+    UnfusedScorer,
+    fused_scores,
+    unfused_scores,
+)
 from needlepoint.optimized.specification import SPEC_VERSION, source_digest
+from needlepoint.optimized.stateful import CacheSpec, LayerParameters
+from needlepoint.optimized.stateful_cache import new_cache
+from needlepoint.optimized.stateful_emulated import EmulatedServer
 
 _SOURCES = (
     "specification.py",
@@ -39,8 +48,6 @@ _SOURCES = (
     "scoring.py",
     "select.py",
 )
-_MAIN_STAGES = ("pooled", "normed", "roped", "stored")
-_INDEX_STAGES = ("pooled", "normed", "roped", "rotated", "stored", "scores", "topk")
 
 
 class Order(Enum):
@@ -79,11 +86,7 @@ class EmulatedCandidate:
 
     def stages(self, ratio: int) -> frozenset[StageKey]:
         """Return every stage from ``pooled`` to ``topk``; ratio 128 has no indexer, 0 nothing."""
-        main = {(MAIN, stage) for stage in _MAIN_STAGES}
-        if ratio == 4:
-            index = {(INDEX, stage) for stage in _INDEX_STAGES}
-            return frozenset(main | index | {(QUERY, "query"), (QUERY, "weights")})
-        return frozenset(main if ratio == 128 else ())
+        return key_and_query_stages(ratio, dense=True)
 
     def run(self, inputs: LayerInputs) -> Observed:
         """Compute one layer.
@@ -119,6 +122,20 @@ class EmulatedCandidate:
             peak_transient_bytes=scorer.peak_transient_bytes(inputs.topk),
             path_taken=f"{taken}; scores in blocks of {scorer.block_rows(0)} queries",
         )
+
+    def serve(self, parameters: LayerParameters, spec: CacheSpec) -> EmulatedServer:
+        """Open a server of one layer; implements ``StatefulCandidate``."""
+        cache = new_cache(parameters, spec, self.key_format)
+        score = fused_scores if self.order is Order.FUSED else unfused_scores
+        return EmulatedServer(parameters, cache, self.key_format, score)
+
+    def run_rows(self, inputs: LayerInputs, positions: Tensor) -> Observed:
+        """Compute the index keys of one request and some of its queries; see ``observe_rows``."""
+        return observe_rows(inputs, positions, self.key_format, fused=self.order is Order.FUSED)
+
+    def prompt_transients(self, tokens: int, heads: int) -> tuple[int | None, int]:
+        """Return what scoring the end of a prompt holds; see ``scoring_transients``."""
+        return scoring_transients(tokens, heads, fused=self.order is Order.FUSED)
 
     def transient_law(self) -> TransientLaw | None:
         """Measure the transients of unfused scoring at four sizes; None for fused scoring."""

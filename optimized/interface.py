@@ -21,6 +21,26 @@ QUERY = "query"
 StageKey = tuple[str, str]
 """(path, stage), for example ``("index", "pooled")``."""
 
+DENSE = {MAIN: ("pooled", "normed", "roped"), INDEX: ("pooled", "normed", "roped", "rotated")}
+"""Stages of the key side before the store, in order, by path."""
+
+
+def key_and_query_stages(ratio: int, *, dense: bool) -> frozenset[StageKey]:
+    """Return the stages of a whole layer: stored rows, query, scores and picks.
+
+    Parameters
+    ----------
+    ratio
+        4 has an indexer, 128 none; any other ratio has no compressor.
+    dense
+        Whether the stages of :data:`DENSE` are among them.
+    """
+    paths = {4: (MAIN, INDEX), 128: (MAIN,)}.get(ratio, ())
+    out = {(path, stage) for path in paths for stage in (*(DENSE[path] if dense else ()), "stored")}
+    if INDEX in paths:
+        out |= {(INDEX, "scores"), (INDEX, "topk"), (QUERY, "query"), (QUERY, "weights")}
+    return frozenset(out)
+
 
 @dataclass(frozen=True)
 class CompressorInputs:
@@ -123,6 +143,7 @@ class CandidateInfo:
     profile: str  # "needlepoint", "sglang", ...
     variant: str  # kernel variant
     source_sha256: str  # of the sources that define the arithmetic
+    accumulator: str = "fp32"  # what its score kernel sums in; "sm90-fp8": FP8 wgmma of Hopper
 
 
 class Candidate(Protocol):

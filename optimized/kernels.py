@@ -44,7 +44,7 @@ class KernelUse:
     spills
         Bytes of spill stores and loads.
     smem_static, smem_dynamic
-        Bytes of shared memory a block; no kernel here asks for dynamic shared memory.
+        Bytes of shared memory a block: of the kernel, and asked for by its launch.
     """
 
     arch: str
@@ -113,7 +113,14 @@ def module_uses(module: str, architecture: str, log: str) -> Iterator[KernelUse]
                 f"{variant.symbol}"
             )
         registers, spills, shared = (max(values) for values in zip(*own, strict=True))
-        yield KernelUse(f"sm_{architecture}", variant.name, registers, spills, shared, 0)
+        yield KernelUse(
+            arch=f"sm_{architecture}",
+            variant=variant.name,
+            registers=registers,
+            spills=spills,
+            smem_static=shared,
+            smem_dynamic=variant.smem_dynamic,
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,7 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as fresh:
         folder = options.out or Path(fresh)
-        work = list(product(options.arch or ARCHITECTURES, MODULES))
+        work = [
+            (architecture, module)
+            for architecture, module in product(options.arch or ARCHITECTURES, MODULES)
+            if MODULES[module][0].runs_on(architecture)
+        ]
         with ThreadPoolExecutor(options.jobs) as pool:
             built = pool.map(lambda item: build(item[1], item[0], folder), work)
             try:

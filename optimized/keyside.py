@@ -10,7 +10,7 @@ from torch import Tensor
 
 from needlepoint.optimized.compressor import Compressor, EntryBlock, entry_blocks
 from needlepoint.optimized.exact32 import F32
-from needlepoint.optimized.interface import CompressorInputs, LayerInputs
+from needlepoint.optimized.interface import DENSE, INDEX, MAIN, CompressorInputs, LayerInputs
 from needlepoint.optimized.narrow import StoredRows
 from needlepoint.optimized.pages import allocate, page_rows, write_rows
 from needlepoint.optimized.parallel import over_blocks
@@ -48,9 +48,12 @@ class KeySide:
         entries = [length // inputs.ratio for length in inputs.lengths]
         self.paged = allocate(layout, page_rows(inputs.ratio), entries, inputs.seed)
         self._store = store
-        names = ("pooled", "normed", "roped", *(("rotated",) if rotated else ()))
+        names = DENSE[INDEX if rotated else MAIN]
         shape = (sum(entries), self.compressor.d)
-        self._rows: dict[str, F32] = {name: np.empty(shape, np.float32) for name in names}
+        # 0xFF in every byte is NaN: a row that no block writes shows.
+        self._rows: dict[str, F32] = {
+            name: np.full(shape, -1, np.int32).view(np.float32) for name in names
+        }
         self._last = names[-1]
 
     @property

@@ -24,6 +24,7 @@ import pytest
 
 from needlepoint.verify.cli import app
 from needlepoint.verify.cli_run import run_app
+from needlepoint.verify.dump_mapping import load_mapping
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.options import load_defaults
 
@@ -160,6 +161,11 @@ def test_toml_blocks_are_accepted(document: Path, folder: Path) -> None:
         if "[tool.needlepoint]" in block:
             (folder / "pyproject.toml").write_text(block)
             assert load_defaults(folder).values
+        elif "needlepoint.dump/1" in block:
+            (folder / "dump.toml").write_text(block)
+            assert load_mapping(folder / "dump.toml").rows
+        elif "[project.entry-points" in block:
+            assert block in (EXAMPLES / "mykernel" / "pyproject.toml").read_text()
         else:
             (folder / "limits.toml").write_text(block)
             assert Limits.load(folder / "limits.toml") != Limits.default()

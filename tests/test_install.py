@@ -56,10 +56,12 @@ def test_verify_runs_from_an_empty_directory(installed: Path, tmp_path: Path) ->
         installed,
         tmp_path,
         *("-m", "needlepoint.verify", "--tokens", "700", "--candidate", "emulated:fused-fp8"),
+        *("--html", str(installed.parent / "report.html"), "--force"),
     )
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith("match:")
     assert list(tmp_path.iterdir()) == []
+    assert (installed.parent / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
 def test_the_wheel_is_what_ran(installed: Path, tmp_path: Path) -> None:

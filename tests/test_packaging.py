@@ -41,6 +41,15 @@ def test_every_data_file_is_shipped() -> None:
         assert any(relative.match(pattern) for pattern in patterns), relative
 
 
+def test_every_template_is_shipped() -> None:
+    patterns = CONFIG["package-data"]["needlepoint.verify"]
+    templates = [path for path in (ROOT / "verify" / "templates").iterdir() if path.is_file()]
+    assert len(templates) >= 3
+    for path in templates:
+        relative = path.relative_to(ROOT / "verify")
+        assert any(relative.match(pattern) for pattern in patterns), relative
+
+
 def test_import_contracts_name_every_module_of_the_reference() -> None:
     names = {path.stem for path in (ROOT / "reference").glob("*.py")} - {"__init__"}
     formats = {name for name in names if name.startswith("formats")}

@@ -29,7 +29,7 @@ from needlepoint.reference.formats import (
     e4m3_encode,
     encode,
 )
-from needlepoint.reference.profile import Arithmetic, Precision
+from needlepoint.reference.profile import Accumulator, Arithmetic, Precision
 from needlepoint.verify.enclosure import Enclosure, rounding
 from needlepoint.verify.error_model import ACCUMULATORS, BF16_STEP, DIVISION, SCORE_TINY, U
 from needlepoint.verify.scales import admissible_scales, in_blocks
@@ -124,7 +124,6 @@ class ScoreBound:
         cls,
         keys: Enclosure,
         arithmetic: Arithmetic | None = None,
-        accumulator: str = "fp32",
         compute: torch.dtype = torch.float64,
     ) -> ScoreBound:
         """Prepare the key side.
@@ -135,24 +134,14 @@ class ScoreBound:
             [keys, d]: ``exact`` of the candidate's decoded rows for a local comparison,
             :func:`stored_enclosure` for an accumulated one.
         arithmetic
-            Profile; each of ``dot``, ``weighted`` and ``head_sum`` that rounds to bf16 adds a step.
-            None for a chain in fp32.
-        accumulator
-            ``"fp32"`` or ``"sm90-fp8"``, what the score kernel sums in.
+            Profile: its ``accumulator`` is paid for, and each of ``dot``, ``weighted`` and
+            ``head_sum`` that rounds to bf16 adds a step. None for a chain in fp32.
         compute
             What the reference sums in; ``torch.float32`` for long runs pays a second time.
-
-        Raises
-        ------
-        ValueError
-            For an unknown accumulator.
         """
-        if accumulator not in ACCUMULATORS:
-            raise ValueError(
-                f"score accumulator {accumulator!r}: expected one of {', '.join(ACCUMULATORS)}"
-            )
+        accumulator = Accumulator.FP32 if arithmetic is None else arithmetic.accumulator
         right = torch.cat((keys.delta, keys.value.abs()), dim=-1).T
-        own = ACCUMULATORS["fp32"].value if compute == torch.float32 else 0.0
+        own = ACCUMULATORS[Accumulator.FP32].value if compute == torch.float32 else 0.0
         lost = ACCUMULATORS[accumulator].value + own
         if arithmetic is not None:
             chain = (arithmetic.dot, arithmetic.weighted, arithmetic.head_sum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -11,6 +12,9 @@ from needlepoint.verify.cost import CostTally, cache_bytes_per_token, contract_c
 from needlepoint.verify.layer_results import uncompressed_layer
 from needlepoint.verify.layer_run import CONTRACT_NAMES, LayerOutcome
 from needlepoint.verify.profiles import profile_of
+from needlepoint.verify.recall_run import Gathered, join
+from needlepoint.verify.recall_verify import input_recall
+from needlepoint.verify.repeat import RepeatTally
 from needlepoint.verify.result import (
     CANNOT_JUDGE,
     DIFFER,
@@ -44,6 +48,10 @@ class CandidateOutcome:
         Results of its layers.
     rows
         Per-row errors by name.
+    repeat
+        Its repeated runs; None where it ran once.
+    recall
+        What layers with an indexer said of the needles that the input marks.
     """
 
     info: CandidateInfo
@@ -53,7 +61,10 @@ class CandidateOutcome:
     costs: dict[str, list[CostTally]] = field(default_factory=dict)
     entry_bytes: dict[int, float] = field(default_factory=dict)
     peak_transient_bytes: int = 0
+    repeat: RepeatTally | None = None
     paths_taken: list[str] = field(default_factory=list)
+    recall: Gathered = field(default_factory=Gathered)
+    topk: int = 0
 
     @property
     def name(self) -> str:
@@ -67,6 +78,9 @@ class CandidateOutcome:
             if stage.kind == COMPARED:
                 errors = outcome.errors[stage.path, stage.stage]
                 self.rows |= row_tensors(errors, f"{self.name}/layer{outcome.layer}")
+        if outcome.picks is not None and len(gaps := outcome.picks.gaps()):
+            # A looser limit explains more swaps: what it takes for each is kept for `rejudge`.
+            self.rows[f"{self.name}/layer{outcome.layer}/index/topk/swaps"] = gaps.float()
         for contract, tally in outcome.costs.items():
             self.costs.setdefault(contract, []).append(tally)
         if outcome.entry_bytes:
@@ -76,9 +90,41 @@ class CandidateOutcome:
         if outcome.path_taken and outcome.path_taken not in self.paths_taken:
             self.paths_taken.append(outcome.path_taken)
 
+    def add_recall(self, gathered: Gathered, k: int) -> None:
+        """Add the needles of one layer."""
+        self.recall, self.topk = join([self.recall, gathered]), k
+
     def add_uncompressed(self, layer: int, lengths: tuple[int, ...]) -> None:
         """Add a layer of ratio 0: listed, nothing to judge."""
         self.layers.append(uncompressed_layer(layer, lengths))
+
+
+def merged_outcomes(parts: Sequence[Sequence[CandidateOutcome]]) -> list[CandidateOutcome]:
+    """Return one outcome for each candidate from outcomes over different layers.
+
+    Parameters
+    ----------
+    parts
+        Outcomes of the same candidates in the same order, each over layers of its own.
+    """
+    found: list[CandidateOutcome] = []
+    for own in zip(*parts, strict=True):
+        whole = CandidateOutcome(own[0].info, own[0].law, repeat=own[0].repeat)
+        for part in own:
+            whole.layers += part.layers
+            whole.rows |= part.rows
+            for contract, tallies in part.costs.items():
+                whole.costs.setdefault(contract, []).extend(tallies)
+            for ratio, size in part.entry_bytes.items():
+                whole.entry_bytes[ratio] = whole.entry_bytes.get(ratio, 0.0) + size
+            peak = max(whole.peak_transient_bytes, part.peak_transient_bytes)
+            whole.peak_transient_bytes = peak
+            whole.paths_taken += [p for p in part.paths_taken if p not in whole.paths_taken]
+            whole.recall = join([whole.recall, part.recall])
+            whole.topk = max(whole.topk, part.topk)
+        whole.layers.sort(key=lambda layer: layer.layer)
+        found.append(whole)
+    return found
 
 
 def candidate_result(outcome: CandidateOutcome) -> CandidateResult:
@@ -100,6 +146,7 @@ def candidate_result(outcome: CandidateOutcome) -> CandidateResult:
             "verdict": candidate_verdict(outcome.layers),
             "first_divergence": first_divergence(outcome.layers),
             "layers": tuple(outcome.layers),
+            "recall": input_recall(outcome.recall, outcome.topk),
             "format_cost": FormatCost(
                 **costs, cache_bytes_per_token=cache_bytes_per_token(outcome.entry_bytes)
             ),
@@ -107,11 +154,12 @@ def candidate_result(outcome: CandidateOutcome) -> CandidateResult:
                 peak_transient_bytes=outcome.peak_transient_bytes,
                 law=outcome.law,
             ),
+            "repeat": None if outcome.repeat is None else outcome.repeat.result(),
         }
     )
 
 
-def candidate_verdict(layers: list[LayerResult]) -> Verdict:
+def candidate_verdict(layers: Sequence[LayerResult]) -> Verdict:
     """Return the verdict over layers: a shortfall outweighs a difference."""
     stages = [stage for layer in layers for stage in layer.stages]
     judged = [stage.verdict for stage in stages if stage.verdict is not None]
@@ -122,7 +170,7 @@ def candidate_verdict(layers: list[LayerResult]) -> Verdict:
     return MATCH
 
 
-def first_divergence(layers: list[LayerResult]) -> FirstDivergence | None:
+def first_divergence(layers: Sequence[LayerResult]) -> FirstDivergence | None:
     """Return the first stage that differs, in layer and stage order, and its worst token.
 
     Where no stage differs by its own doing but an accumulated error leaves its bound, the first

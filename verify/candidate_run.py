@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from needlepoint.optimized.interface import (
@@ -22,11 +23,12 @@ from needlepoint.optimized.interface import (
     StageKey,
 )
 from needlepoint.verify.given import changed_tensors, fingerprint
-from needlepoint.verify.manifest import TensorRecord
+from needlepoint.verify.manifest import LayerRecord, TensorRecord
 from needlepoint.verify.recordings_file import dtype_name
 from needlepoint.verify.recordings_layer import layer_record, layer_sources
 from needlepoint.verify.recordings_rules import check_layer
 from needlepoint.verify.stages import ATTENTION, INPUT, PROJECTED, declared_stages
+from needlepoint.verify.vacuity import require_own_memory
 
 
 class CandidateFailed(ValueError):
@@ -52,11 +54,13 @@ def observe(candidate: Candidate, given: LayerInputs) -> Observed:
     ------
     CandidateFailed
         If it raises, changes a tensor that it was given, or returns a tensor of another shape or
-        dtype than its stage has, or a stage that it does not declare.
+        dtype than its stage has, one in the memory of what it was given, or a stage that it does
+        not declare.
     """
     name, before = candidate.info.name, fingerprint(given)
     with blamed(name, given.layer):
         declared = candidate.stages(given.ratio)
+        poison_free_memory(given)
         observed = candidate.run(given)
         changed = changed_tensors(before, given)
         if changed:
@@ -65,9 +69,24 @@ def observe(candidate: Candidate, given: LayerInputs) -> Observed:
                 f"{', '.join(changed)}; expected the given tensors to be left alone"
             )
         _require_protocol(given, declared, observed)
+        require_own_memory(given, observed)
     if observed.scores is None:
         return observed
     return replace(observed, scores=_blamed_reader(observed.scores, name, given.layer))
+
+
+def poison_free_memory(given: LayerInputs) -> None:
+    """Fill memory that a candidate's outputs are likely to reuse with 0xFF, NaN in most formats.
+
+    A candidate allocates its own outputs. What an earlier run left there may be the right answer,
+    and a row that was never written would pass for one that was.
+    """
+    entries = sum(length // given.ratio for length in given.lengths)
+    rows = [entries * 4 * part.norm_weight.numel() for part in (given.index, given.main) if part]
+    picks = [sum(given.lengths) * given.topk * 4]
+    # Two at a time, because several stages are of one size; all are freed together.
+    held = [torch.full((size,), 0xFF, dtype=torch.uint8) for size in 2 * (rows + picks)]
+    held.clear()
 
 
 def require_unchanged(before: Mapping[str, int], given: LayerInputs, names: Iterable[str]) -> None:
@@ -125,9 +144,14 @@ def blamed(candidate: str, layer: int) -> Iterator[None]:
         raise CandidateFailed(f"candidate {candidate}, layer {layer}{what}") from error
 
 
-def _require_protocol(given: LayerInputs, declared: Collection[StageKey], observed: object) -> None:
-    if not isinstance(observed, Observed):
-        raise ValueError(f"run returned {type(observed).__name__}, expected Observed")
+def check_observed(given: LayerInputs, observed: Observed) -> LayerRecord:
+    """Check what was observed by the rules of recordings and return its manifest entry.
+
+    Raises
+    ------
+    ValueError
+        Naming a tensor of another shape or dtype than its stage has.
+    """
     record = layer_record(given, observed)
     tensors = {
         # Only dtype and shape are looked at: nothing has a file.
@@ -137,6 +161,13 @@ def _require_protocol(given: LayerInputs, declared: Collection[StageKey], observ
         for name, source in layer_sources(given, observed).items()
     }
     check_layer(record, given.lengths, tensors)
+    return record
+
+
+def _require_protocol(given: LayerInputs, declared: Collection[StageKey], observed: object) -> None:
+    if not isinstance(observed, Observed):
+        raise ValueError(f"run returned {type(observed).__name__}, expected Observed")
+    record = check_observed(given, observed)
     known = declared_stages(given.ratio)
     for key in sorted(declared):
         if key not in known:

@@ -13,10 +13,20 @@ from typing import Annotated
 
 import typer
 
-from needlepoint.verify import commands
+from needlepoint.verify import (
+    cli_bench,
+    cli_recall,
+    cli_selftest,
+    cli_tools,
+    commands,
+    scenario_command,
+)
+from needlepoint.verify.atomic import write_files
 from needlepoint.verify.cli_run import Outputs, reader_may_leave, run_app, watched
 from needlepoint.verify.environment import own_version
+from needlepoint.verify.failures import check_failures_folder
 from needlepoint.verify.options import (
+    REPEAT_GATE,
     check_device,
     parse_candidates,
     parse_contract,
@@ -44,6 +54,10 @@ Model = Annotated[
         metavar="mini|v4-flash|v4-pro|CONFIG.json", help="Model shapes; default: the input's."
     ),
 ]
+CheckpointFolder = Annotated[
+    Path | None,
+    typer.Option("--checkpoint", metavar="DIR", help="Weights; default: drawn from the seed."),
+]
 Contract = Annotated[
     str, typer.Option(metavar="exact|bf16|official", help="What cost is counted against.")
 ]
@@ -62,6 +76,13 @@ Stages = Annotated[
     str | None,
     typer.Option(metavar="pooled,index.stored", help="Stages to compare; default: all declared."),
 ]
+ScenarioFile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE|all", help="Drive candidates through request histories instead."),
+]
+Seconds = Annotated[
+    str | None, typer.Option(metavar="N", help="Time of --scenario all; default 60.")
+]
 LimitsFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="TOML: scale = X, or [stage] with value = Y.")
 ]
@@ -69,10 +90,30 @@ Gates = Annotated[
     list[str] | None,
     typer.Option(metavar="PATH<=VALUE", help="Repeatable; a figure of each candidate's result."),
 ]
+Repeat = Annotated[
+    str, typer.Option(metavar="N", help="Run every candidate N times; each run must be the same.")
+]
+Swap = Annotated[
+    bool,
+    typer.Option("--swap", help="Replace one stage at a time by the reference, and the reverse."),
+]
+ShrinkFolder = Annotated[
+    Path | None,
+    typer.Option("--shrink", metavar="DIR", help="Write the smallest input that still differs."),
+]
+FailuresFolder = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Record every candidate that differs.")
+]
 JsonFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the result, row errors beside it.")
 ]
 JunitFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")]
+HtmlFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a report to open in a browser.")
+]
+MarkdownFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a summary for a pull request.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite output files.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print the verdict line only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print a traceback with an error.")]
@@ -103,6 +144,7 @@ def verify(
     ctx: typer.Context,
     input: Source = "mini",
     model: Model = None,
+    checkpoint: CheckpointFolder = None,
     contract: Contract = "bf16",
     candidate: Candidates = None,
     layers: Layers = None,
@@ -110,25 +152,63 @@ def verify(
     seed: Seed = None,
     device: Device = "cpu",
     stages: Stages = None,
+    scenario: ScenarioFile = None,
+    seconds: Seconds = None,
+    repeat: Repeat = "1",
+    swap: Swap = False,
+    shrink: ShrinkFolder = None,
+    save_failures: FailuresFolder = None,
     limits: LimitsFile = None,
     gate: Gates = None,
     json: JsonFile = None,
     junitxml: JunitFile = None,
+    html: HtmlFile = None,
+    markdown: MarkdownFile = None,
     force: Force = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
     """Run reference and candidates over an input and judge every stage of every layer."""
-    outputs = Outputs.create(json, junitxml, gate or [], force=force, quiet=quiet)
+    runs = parse_number("--repeat", repeat, 1)
+    gates = [*(gate or []), *([REPEAT_GATE] if runs > 1 else [])]
+    outputs = Outputs.create(
+        json, junitxml, gates, force=force, quiet=quiet, html=html, markdown=markdown
+    )
+    asked = scenario_command.parse_scenario_options(
+        scenario,
+        seconds,
+        seed=None if seed is None else parse_number("--seed", seed, 0),
+        candidates=parse_candidates(candidate or []),
+        contract=parse_contract(contract),
+        named=[option for option in ctx.params if _named(ctx, option)],
+    )
+    if asked is not None:
+        check_device(device)
+        if save_failures is not None:
+            check_failures_folder(save_failures)
+        with watched(ctx.obj, quiet=quiet) as progress:
+            driven = scenario_command.run_scenarios(asked, progress)
+        if save_failures is not None:
+            save_failures.mkdir(exist_ok=True)
+            files = scenario_command.failure_files(driven.result, save_failures)
+            write_files(files, force=force)
+        return outputs.finish(driven.result, driven.rows)
     request = commands.VerifyRequest(
-        input=_input(input, model, layers, tokens, seed, device),
+        input=_input(input, model, checkpoint, layers, tokens, seed, device),
         candidates=parse_candidates(candidate or []),
         contract=parse_contract(contract),
         limits=limits,
         stages=parse_stages(stages),
+        repeat=runs,
+        swap=swap,
+        shrink=shrink,
+        save_failures=save_failures,
+        force=force,
     )
     with watched(ctx.obj, quiet=quiet) as progress:
         output = commands.run_verify(request, progress)
+    if not output.reports:
+        return 0  # under torchrun one rank writes for all
     return outputs.finish(output.result, output.rows)
 
 
@@ -138,6 +218,7 @@ def record(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; must not exist.")],
     input: Source = "mini",
     model: Model = None,
+    checkpoint: CheckpointFolder = None,
     contract: Contract = "bf16",
     candidate: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Default: the reference.")
@@ -152,7 +233,7 @@ def record(
 ) -> int:
     """Write the stages of the reference or of one candidate to a folder."""
     request = commands.RecordRequest(
-        input=_input(input, model, layers, tokens, seed, device),
+        input=_input(input, model, checkpoint, layers, tokens, seed, device),
         candidate=parse_recorded(candidate or [], contract_asked=_named(ctx, "contract")),
         contract=parse_contract(contract),
         out=out,
@@ -178,12 +259,16 @@ def diff(
     gate: Gates = None,
     json: JsonFile = None,
     junitxml: JunitFile = None,
+    html: HtmlFile = None,
+    markdown: MarkdownFile = None,
     force: Force = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
     """Judge recording B against recording A."""
-    outputs = Outputs.create(json, junitxml, gate or [], force=force, quiet=quiet)
+    outputs = Outputs.create(
+        json, junitxml, gate or [], force=force, quiet=quiet, html=html, markdown=markdown
+    )
     request = commands.DiffRequest(
         a=a,
         b=b,
@@ -203,9 +288,35 @@ def _named(ctx: typer.Context, option: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+@app.command()
+def rejudge(
+    ctx: typer.Context,
+    result: Annotated[
+        Path, typer.Argument(metavar="RESULT", help="File of --json, row errors beside it.")
+    ],
+    limits: LimitsFile = None,
+    gate: Gates = None,
+    json: JsonFile = None,
+    junitxml: JunitFile = None,
+    html: HtmlFile = None,
+    markdown: MarkdownFile = None,
+    force: Force = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Judge a saved result by other limits; nothing is rerun."""
+    outputs = Outputs.create(
+        json, junitxml, gate or [], force=force, quiet=quiet, html=html, markdown=markdown
+    )
+    with watched(ctx.obj, quiet=True):
+        output = commands.run_rejudge(result, limits)
+    return outputs.finish(output.result, output.rows, limits=True)
+
+
 def _input(
     source: str,
     model: str | None,
+    checkpoint: Path | None,
     layers: str | None,
     tokens: str | None,
     seed: str | None,
@@ -219,7 +330,15 @@ def _input(
         layers=parse_layers(layers),
         tokens=None if tokens is None else parse_number("--tokens", tokens, 1),
         seed=None if seed is None else parse_number("--seed", seed, 0),
+        checkpoint=checkpoint,
     )
+
+
+app.command()(cli_tools.doctor)
+app.command()(cli_selftest.selftest)
+app.command()(cli_bench.bench)
+app.command()(cli_recall.recall)
+app.add_typer(cli_tools.fixtures_app, name="fixtures")
 
 
 def main() -> int:

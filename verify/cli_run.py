@@ -18,7 +18,9 @@ from torch import Tensor
 
 from needlepoint.verify.atomic import check_writable, write_files
 from needlepoint.verify.gates import Gate, apply_gates, parse_gate
+from needlepoint.verify.html import html_report
 from needlepoint.verify.junit import junit_xml
+from needlepoint.verify.markdown import markdown_summary
 from needlepoint.verify.options import Defaults, load_defaults
 from needlepoint.verify.output import result_files, rows_path
 from needlepoint.verify.progress import NoProgress, Progress, TerminalProgress
@@ -31,6 +33,8 @@ EXIT_INTERRUPTED: Final = 130
 
 # Options of `verify` that mean something else, or nothing, to another command.
 _NOT_FOR_RECORD = frozenset({"candidate"})
+_FOR_SELFTEST = frozenset({"seed", "limits", "force", "quiet", "debug"})
+_NOT_FOR_RECALL = frozenset({"input", "layers", "model", "checkpoint"})
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Outputs:
     gates: tuple[Gate, ...]
     force: bool
     quiet: bool
+    html: Path | None = None
+    markdown: Path | None = None
 
     @classmethod
     def create(
@@ -52,6 +58,8 @@ class Outputs:
         *,
         force: bool,
         quiet: bool,
+        html: Path | None = None,
+        markdown: Path | None = None,
     ) -> Self:
         """Parse gates and check that every file of the run can be written.
 
@@ -60,9 +68,10 @@ class Outputs:
         ValueError
             Where a gate is wrong, a file cannot be written, or two outputs share one path.
         """
-        outputs = cls(json, junitxml, tuple(parse_gate(text) for text in gates), force, quiet)
+        parsed = tuple(parse_gate(text) for text in gates)
+        outputs = cls(json, junitxml, parsed, force, quiet, html, markdown)
         paths = [] if json is None else [rows_path(json), json]
-        paths += [] if junitxml is None else [junitxml]
+        paths += [path for path in (junitxml, html, markdown) if path is not None]
         for path in paths:
             check_writable(path, force=force)
         resolved = [path.resolve() for path in paths]
@@ -71,20 +80,34 @@ class Outputs:
                 raise ValueError(f"output {path}: named for two outputs; give each its own file")
         return outputs
 
-    def finish(self, result: Result, rows: Mapping[str, Tensor]) -> int:
+    def finish(
+        self,
+        result: Result,
+        rows: Mapping[str, Tensor],
+        *,
+        limits: bool = False,
+        extra: Mapping[Path, bytes] | None = None,
+    ) -> int:
         """Apply gates, write all files, print the report, and return the exit code.
+
+        With ``limits`` the report lists the smallest limit that each stage passes. ``extra`` are
+        further files of the run.
 
         Files come before the report: a closed pipe behind standard output must not cost them.
         """
         result = apply_gates(result, self.gates)
-        files: dict[Path, bytes] = {}
+        files: dict[Path, bytes] = dict(extra or {})
         if self.junitxml is not None:
             files[self.junitxml] = junit_xml(result)
+        if self.html is not None:
+            files[self.html] = html_report(result, rows)
+        if self.markdown is not None:
+            files[self.markdown] = markdown_summary(result)
         if self.json is not None:
             files |= result_files(result, rows, self.json)
         write_files(files, force=self.force)
         with reader_may_leave():
-            print_report(result, _console(sys.stdout), brief=self.quiet)
+            print_report(result, plain_console(sys.stdout), brief=self.quiet, limits=limits)
         return EXIT_CODES[result.verdict]
 
 
@@ -117,7 +140,7 @@ def watched(defaults: Defaults, *, quiet: bool) -> Iterator[Progress]:
         if quiet:
             yield NoProgress()
         else:
-            with TerminalProgress(_console(sys.stderr)) as progress:
+            with TerminalProgress(plain_console(sys.stderr)) as progress:
                 yield progress
     except (EOFError, OSError) as error:
         raise RunFailed from error
@@ -159,6 +182,8 @@ def run_app(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
                 "verify": defaults.values,
                 "diff": defaults.values,
                 "record": {k: v for k, v in defaults.values.items() if k not in _NOT_FOR_RECORD},
+                "selftest": {k: v for k, v in defaults.values.items() if k in _FOR_SELFTEST},
+                "recall": {k: v for k, v in defaults.values.items() if k not in _NOT_FOR_RECALL},
             },
         )
     except (KeyboardInterrupt, typer.Abort):
@@ -213,6 +238,6 @@ class _PlainConsole(Console):
         raise
 
 
-def _console(file: TextIO) -> Console:
+def plain_console(file: TextIO) -> Console:
     """Return a console that prints text as it is: names are data, not markup."""
     return _PlainConsole(file=file, markup=False, highlight=False, emoji=False)

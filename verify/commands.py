@@ -12,9 +12,11 @@ from pathlib import Path
 from needlepoint.optimized.candidates import create
 from needlepoint.optimized.interface import StageKey
 from needlepoint.reference.profile import CONTRACTS
-from needlepoint.verify import diff, pipeline, record
+from needlepoint.verify import diff, pipeline, record, rejudge
+from needlepoint.verify.failures import Failures, check_failures_folder
 from needlepoint.verify.inputs import Inputs, load_inputs
 from needlepoint.verify.limits import Limits
+from needlepoint.verify.output import load_result, load_rows
 from needlepoint.verify.pipeline import PipelineOutput
 from needlepoint.verify.progress import Progress
 from needlepoint.verify.recordings import check_recording_target
@@ -30,6 +32,7 @@ class InputRequest:
     layers: tuple[int, ...] | None
     tokens: int | None
     seed: int | None
+    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class VerifyRequest:
     contract: Contract
     limits: Path | None
     stages: frozenset[StageKey] | None
+    repeat: int = 1
+    swap: bool = False
+    shrink: Path | None = None
+    save_failures: Path | None = None
+    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,14 +84,36 @@ def run_verify(request: VerifyRequest, progress: Progress) -> PipelineOutput:
     """
     limits = _limits(request.limits)
     candidates = tuple(create(name) for name in request.candidates)
-    return pipeline.verify(
-        _inputs(request.input),
+    if request.shrink is not None:
+        check_recording_target(request.shrink, force=request.force)
+    if request.save_failures is not None:
+        check_failures_folder(request.save_failures)
+    inputs = _inputs(request.input)
+    output = pipeline.verify(
+        inputs,
         candidates,
         contract=CONTRACTS[request.contract],
         limits=limits,
         stages=request.stages,
         progress=progress,
+        repeat=request.repeat,
+        swap=request.swap,
     )
+    failures = Failures(
+        inputs=inputs,
+        candidates=candidates,
+        contract=CONTRACTS[request.contract],
+        limits=limits,
+        limits_file=request.limits,
+        checkpoint=request.input.checkpoint,
+        force=request.force,
+        progress=progress,
+    )
+    if request.save_failures is not None:
+        failures.save(output.result, request.save_failures)
+    if request.shrink is None:
+        return output
+    return PipelineOutput(failures.shrink(output.result, request.shrink), output.rows)
 
 
 def run_record(request: RecordRequest, progress: Progress) -> None:
@@ -125,6 +155,17 @@ def run_diff(request: DiffRequest, progress: Progress) -> PipelineOutput:
     )
 
 
+def run_rejudge(result: Path, limits: Path | None) -> PipelineOutput:
+    """Judge a saved result by other limits; nothing is rerun.
+
+    Raises
+    ------
+    ValueError
+        Where the result, its row errors or the limits file is not usable.
+    """
+    return rejudge.rejudge(load_result(result), load_rows(result), _limits(limits))
+
+
 def _limits(path: Path | None) -> Limits:
     return Limits.default() if path is None else Limits.load(path)
 
@@ -136,4 +177,5 @@ def _inputs(request: InputRequest) -> Inputs:
         layers=request.layers,
         tokens=request.tokens,
         seed=request.seed,
+        checkpoint=request.checkpoint,
     )

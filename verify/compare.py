@@ -20,6 +20,10 @@ from needlepoint.reference.rounding import round_to
 from needlepoint.verify.enclosure import Enclosure
 from needlepoint.verify.row_errors import RowErrors, row_blocks, worst_of
 from needlepoint.verify.scales import in_units
+from needlepoint.verify.tally import plain_tally, rounded_tally, with_format
+
+BF16_BITS = 8
+"""Significand bits of bf16, the leading one among them."""
 
 _NO_DISTANCE = 1 << 32
 """Distance of a NaN: more than any two fp32 numbers are apart."""
@@ -55,15 +59,17 @@ def compare_dense(
     expected = Enclosure(reference.value.flatten(1), reference.delta.flatten(1))
     compare = _rounded_rows if precision is Precision.BF16 else _plain_rows
     return RowErrors.concatenate(
-        [
-            compare(found[rows].to(torch.float64), expected.rows(rows))
-            for rows in row_blocks(*found.shape)
-        ]
+        [compare(found[rows], expected.rows(rows)) for rows in row_blocks(*found.shape)]
     )
 
 
 def compare_masked_scores(
-    candidate: Tensor, reference: Tensor, bound: Tensor, visible: Tensor
+    candidate: Tensor,
+    reference: Tensor,
+    bound: Tensor,
+    visible: Tensor,
+    *,
+    directed: bool = True,
 ) -> RowErrors:
     """Compare index scores, one row a query; masks first, arithmetic second.
 
@@ -80,6 +86,8 @@ def compare_masked_scores(
         [queries, entries] a-priori bound of each score.
     visible
         int [queries] entries that each query may see.
+    directed
+        Whether directions are counted.
 
     Returns
     -------
@@ -111,9 +119,10 @@ def compare_masked_scores(
         ratio = torch.where(masks_agree, in_units(error, bound[rows].to(torch.float64)), math.inf)
         worst = ratio.argmax(1, keepdim=True)
         there, meant = found.gather(1, worst), expected.gather(1, worst)
-        row = worst_of(
-            ratio, found.masked_fill(hidden, 0.0), shown, ulps_apart(there, meant, drop=0)
-        )
+        seen = found.masked_fill(hidden, 0.0)
+        reach = bound[rows].masked_fill(hidden, 0.0)
+        tally = plain_tally(seen, shown, reach, fp32=False, directed=directed)
+        row = worst_of(ratio, seen, shown, ulps_apart(there, meant, drop=0), tally)
         parts.append(replace(row, expected=meant[:, 0], found=there[:, 0]))
     return RowErrors.concatenate(parts)
 
@@ -155,19 +164,25 @@ def _ordered(x: Tensor, drop: int) -> Tensor:
     return torch.where(bits < 0, -magnitude, magnitude)
 
 
-def _plain_rows(found: Tensor, expected: Enclosure) -> RowErrors:
-    ratio = in_units((found - expected.value).abs(), expected.delta)
-    return worst_of(ratio, found, expected.value, ulps_apart(found, expected.value, drop=0))
+def _plain_rows(candidate: Tensor, expected: Enclosure) -> RowErrors:
+    found, value, delta = candidate.to(torch.float64), expected.value, expected.delta
+    ratio = in_units((found - value).abs(), delta)
+    tally = plain_tally(found, value, delta, fp32=candidate.dtype == torch.float32)
+    return worst_of(ratio, found, value, ulps_apart(found, value, drop=0), tally)
 
 
-def _rounded_rows(found: Tensor, expected: Enclosure) -> RowErrors:
+def _rounded_rows(candidate: Tensor, expected: Enclosure) -> RowErrors:
+    found = candidate.to(torch.float64)
     held = round_to_bf16(found)
     lower, upper = rounding_cell(held, BF16)
-    needed = torch.maximum(lower - expected.value, expected.value - upper).clamp(min=0)
-    rounded = round_to(expected.value, Precision.BF16)
-    ratio = settle_ties(in_units(needed, expected.delta), expected.delta, rounded == held)
+    value, delta = expected.value, expected.delta
+    needed = torch.maximum(lower - value, value - upper)
+    rounded = round_to(value, Precision.BF16)
+    tally = rounded_tally(held, rounded, needed, (lower, upper), value, delta, BF16_BITS)
+    tally = with_format(tally, value, delta, rounded)
+    ratio = settle_ties(in_units(needed.clamp(min=0), delta), delta, rounded == held)
     ratio = torch.where(held == found, ratio, math.inf)
-    return worst_of(ratio, found, rounded, ulps_apart(held, rounded, drop=16))
+    return worst_of(ratio, found, rounded, ulps_apart(held, rounded, drop=16), tally)
 
 
 def _check_scores(

@@ -30,8 +30,12 @@ from needlepoint.verify.enclosure import Enclosure, rounding
 from needlepoint.verify.error_model import DIVISION, U
 from needlepoint.verify.row_errors import RowErrors, row_blocks, worst_of
 from needlepoint.verify.scales import admissible_scales, in_units, scale_errors, stored_scales
+from needlepoint.verify.tally import rounded_tally, with_format
 
 _DENSE = {"float64": Precision.FLOAT64, "fp32": Precision.FP32, "bf16": Precision.BF16}
+_BITS = {"e4m3": 4, "e2m1": 2}
+"""Significand bits, the leading one among them."""
+
 _CODECS = {"e4m3": (e4m3_encode, e4m3_decode, 0x80), "e2m1": (e2m1_encode, e2m1_decode, 0x8)}
 
 
@@ -94,11 +98,14 @@ def _compare_block(codes: Tensor, scales: Tensor, reference: Enclosure, fmt: For
     value = decode_element(codes)
     nearest = encode_element(scaled, fmt.ties)
     lower, upper = rounding_cell(codes, fmt)
-    needed = torch.maximum(lower - scaled, scaled - upper).clamp(min=0)
-    ratio = settle_ties(in_units(needed, delta), delta, value == decode_element(nearest))
+    needed = torch.maximum(lower - scaled, scaled - upper)
+    meant = decode_element(nearest)
+    tally = rounded_tally(value, meant, needed, (lower, upper), scaled, delta, _BITS[fmt.element])
+    ratio = settle_ties(in_units(needed.clamp(min=0), delta), delta, value == meant)
     distance = (_ordered(codes, sign) - _ordered(nearest, sign)).abs()
     stored = decode(encode(reference.value, fmt), fmt)
-    of_codes = worst_of(ratio, value * step, stored, distance)
+    tally = with_format(tally, reference.value, reference.delta, stored)
+    of_codes = worst_of(ratio, value * step, stored, distance, tally)
     return _blame(of_codes, _scale_rows(scales, reference, fmt))
 
 

@@ -15,6 +15,7 @@ from needlepoint.reference.profile import CONTRACTS, Arithmetic
 from needlepoint.verify.candidate_results import CandidateOutcome
 from needlepoint.verify.diff_layer import diff_layer
 from needlepoint.verify.diff_pair import LayerPair
+from needlepoint.verify.dump import Dump, is_dump
 from needlepoint.verify.environment import collect_environment
 from needlepoint.verify.inputs_checks import tensor_digest
 from needlepoint.verify.limits import Limits
@@ -42,7 +43,7 @@ def diff(
     Parameters
     ----------
     a, b
-        Recording directories.
+        Recording directories; ``b`` may also be a dump (a mapping file, or a folder with one).
     contract
         Recorded in the result; costs are against ``a``.
     layers
@@ -60,7 +61,15 @@ def diff(
         If a recording is not usable, or the two do not belong together: other requests, layers,
         stages or model, always with what is missing on which side.
     """
-    left, right = open_recording(a), open_recording(b)
+    if is_dump(a):
+        raise RecordingError(
+            f"{a}: is a dump; give it as B, and as A a recording of the same prompts, which holds "
+            "what the stages are judged from (`needlepoint record`)"
+        )
+    left = open_recording(a)
+    if is_dump(b):
+        return _diff_dump(left, Dump(b), contract.name, layers, limits, stages, progress)
+    right = open_recording(b)
     chosen = _matching_layers(left, right, layers)
     exact = same_arithmetic(left, right)
     info = _identity(right)
@@ -94,8 +103,58 @@ def diff(
         seed=manifest.seed,
     )
     output = pipeline_output([outcome], contract.name, collect_environment("cpu"), source)
-    if not upstream:
-        return output
+    return _named_upstream(output) if upstream else output
+
+
+def _diff_dump(
+    left: Recording,
+    dump: Dump,
+    contract: str,
+    layers: tuple[int, ...] | None,
+    limits: Limits,
+    stages: frozenset[StageKey] | None,
+    progress: Progress,
+) -> PipelineOutput:
+    """Judge an engine's dump by its profile, from what the recording was given."""
+    _identity(left)
+    chosen = sorted(dump.mapping.layers if layers is None else set(layers))
+    lacking = [layer for layer in chosen if layer not in dump.mapping.layers]
+    if lacking:
+        raise RecordingError(
+            f"layer {lacking[0]} is not in dump {dump.path}, which has {list(dump.mapping.layers)}"
+        )
+    outcome = CandidateOutcome(dump.info)
+    profile = left.manifest.profile
+    against = profile.name if profile else contract
+    upstream = False
+    progress.start("comparing layers", len(chosen))
+    for layer in chosen:
+        given, meant = left.read_layer(layer)
+        found = dump.read_layer(given)
+        pair = LayerPair(given, meant, found.given, found.observed, found.brought)
+        try:
+            part, entry, moved = diff_layer(
+                pair, profile_of(dump.info), limits, False, against, stages
+            )
+        except ValueError as error:
+            raise RecordingError(f"{dump.path}, layer {layer}: {error}") from error
+        outcome.add(part, entry)
+        upstream |= moved
+        progress.advance()
+    hidden = dict.fromkeys(left.input_name(layer) for layer in chosen)
+    source = InputInfo(
+        name=left.manifest.input_name or "recording",
+        sha256=tensor_digest(left.tensor(name) for name in hidden),
+        tokens=sum(left.manifest.requests),
+        requests=len(left.manifest.requests),
+        model=left.manifest.model if isinstance(left.manifest.model, str) else "recorded",
+        seed=left.manifest.seed,
+    )
+    output = pipeline_output([outcome], contract, collect_environment("cpu"), source)
+    return _named_upstream(output) if upstream else output
+
+
+def _named_upstream(output: PipelineOutput) -> PipelineOutput:
     named = output.result.model_copy(update={"detail": "upstream"})
     return PipelineOutput(named, output.rows)
 

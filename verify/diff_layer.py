@@ -99,7 +99,9 @@ def diff_layer(
 
 
 def _judged_stages(pair: LayerPair, arithmetic: Arithmetic, limits: Limits) -> Judgement:
-    return judge_observed(pair.given, pair.own, arithmetic, limits)
+    # A dump is held to what it means to make of the projections that it got itself.
+    given = pair.given if pair.brought is None else pair.own_given
+    return judge_observed(given, pair.own, arithmetic, limits)
 
 
 def _equal_stages(pair: LayerPair, arithmetic: Arithmetic, limits: Limits) -> Judgement:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlepoint.reference.compressor import Taps, pool
-from needlepoint.verify.enclosure import Enclosure
+from needlepoint.reference.compressor import Taps, pool, rounds_inside
+from needlepoint.reference.profile import Arithmetic
+from needlepoint.verify.enclosure import Enclosure, rounding
 from needlepoint.verify.error_model import EXP, LOGIT, QUOTIENT, RESCALES, SPAN, TINY, U
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -44,7 +45,7 @@ def slot_ape(ape: Tensor, ratio: int) -> Tensor:
     return torch.cat((wide[:, :half], wide[:, half:]))
 
 
-def pooled(taps: Taps, ape: Tensor) -> Enclosure:
+def pooled(taps: Taps, ape: Tensor, arithmetic: Arithmetic | None = None) -> Enclosure:
     """Enclose the pooled rows of given taps.
 
     Parameters
@@ -54,6 +55,9 @@ def pooled(taps: Taps, ape: Tensor) -> Enclosure:
     ape
         [slots, d] position embedding by slot (:func:`slot_ape`). It counts on its own, because a
         logit that cancels it keeps its rounding error.
+    arithmetic
+        Profile; matters where the pooling itself rounds to bf16 (``pool_weights``,
+        ``pool_terms``).
 
     Returns
     -------
@@ -72,9 +76,17 @@ def pooled(taps: Taps, ape: Tensor) -> Enclosure:
             f"pooled: kv {tuple(taps.kv.shape)}, logits {tuple(taps.logits.shape)}, position "
             f"embedding {tuple(ape.shape)}; expected [rows, slots, d] twice and [slots, d]"
         )
-    value = pool(taps)
     magnitude = ape.to(torch.float64).abs()
     step = max(1, _BLOCK_ELEMENTS // max(1, slots * width))
+    if arithmetic is not None and rounds_inside(arithmetic) and rows:
+        found = [
+            _rounded(taps.kv[i : i + step], taps.logits[i : i + step], magnitude, arithmetic)
+            for i in range(0, rows, step)
+        ]
+        return Enclosure(
+            torch.cat([part.value for part in found]), torch.cat([part.delta for part in found])
+        )
+    value = pool(taps)
     parts = [
         _radius(taps.kv[i : i + step], taps.logits[i : i + step], value[i : i + step], magnitude)
         for i in range(0, rows, step)
@@ -82,8 +94,8 @@ def pooled(taps: Taps, ape: Tensor) -> Enclosure:
     return Enclosure(value, torch.cat(parts) if parts else torch.zeros_like(value))
 
 
-def _radius(kv: Tensor, logits: Tensor, value: Tensor, ape: Tensor) -> Tensor:
-    slots = kv.shape[1]
+def _weights(logits: Tensor, ape: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return softmax weights, the growth of each and how often one may be rescaled."""
     weight = torch.softmax(logits, dim=1)
     peak = logits.amax(1, keepdim=True)
     # A masked slot has weight 0; any finite logit keeps 0 * inf out of the sums.
@@ -92,6 +104,30 @@ def _radius(kv: Tensor, logits: Tensor, value: Tensor, ape: Tensor) -> Tensor:
 
     own = LOGIT.value * (logit.abs() + ape) + SPAN.value * (peak - logit)
     growth = torch.expm1(U * own + EXP.value * (1 + rescales)).mul_(weight)
+    return weight, growth, rescales
+
+
+def _rounded(kv: Tensor, logits: Tensor, ape: Tensor, arithmetic: Arithmetic) -> Enclosure:
+    """Enclose a pooling that rounds its normalised weights, or their products, to bf16."""
+    slots = kv.shape[1]
+    weight, growth, rescales = _weights(logits, ape)
+    total = growth.sum(1, keepdim=True)
+    steps = slots + rescales + QUOTIENT.value
+    moved = (growth + weight * total) / (1 - total).clamp(min=0.5) + steps * U * weight
+    # Logits that fp32 cannot resolve leave any weight possible.
+    moved = torch.where(total < 0.5, moved * _SECOND_ORDER + TINY, 1.0)
+    moved = torch.where(torch.isinf(logits), 0.0, moved)
+    held = rounding(Enclosure(weight, moved), arithmetic.pool_weights)
+    product = held.value * kv
+    lost = held.delta * kv.abs() + U * product.abs() + TINY
+    terms = rounding(Enclosure(product, lost), arithmetic.pool_terms)
+    reach = (terms.value.abs() + terms.delta).sum(1)
+    return Enclosure(terms.value.sum(1), terms.delta.sum(1) + slots * (U * reach + TINY))
+
+
+def _radius(kv: Tensor, logits: Tensor, value: Tensor, ape: Tensor) -> Tensor:
+    slots = kv.shape[1]
+    weight, growth, rescales = _weights(logits, ape)
     distance = (kv - value.unsqueeze(1)).abs()
     shift = (growth * distance).sum(1)
     total = growth.sum(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def collect_environment(device: str = "cpu") -> Environment:
         cpu=cpu_name(Path("/proc/cpuinfo")),
         threads=torch.get_num_threads(),
         device=device,
-        world=_world(os.environ.get("WORLD_SIZE")),
+        world=world_size(),
     )
 
 
@@ -56,8 +57,27 @@ def cpu_name(cpuinfo: Path) -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
-def _world(size: str | None) -> int:
-    """Return the number of processes that torchrun announced, 1 outside torchrun."""
+def driver_version() -> str:
+    """Return the NVIDIA driver's version, or why it cannot be told."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        return "none (there is no nvidia-smi)"
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"unknown ({error})"
+    return next(iter(done.stdout.splitlines()), "unknown").strip()
+
+
+def world_size() -> int:
+    """Return the number of processes that torchrun announced, 1 outside torchrun.
+
+    Raises
+    ------
+    ValueError
+        If ``WORLD_SIZE`` is not a positive number.
+    """
+    size = os.environ.get("WORLD_SIZE")
     if size is None:
         return 1
     if not size.isdigit() or int(size) < 1:

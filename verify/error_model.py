@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from needlepoint.reference.profile import Accumulator
+
 U = 2.0**-24
 """Unit roundoff of fp32: one correctly rounded operation is off by at most ``U`` of its result."""
 
@@ -111,6 +113,13 @@ PROJECTION = Constant(
     "(Higham and Mary 2019); 8 is their lambda for a failure probability below 1e-13",
 )
 
+LEAN = Constant(
+    16.0,
+    "U a stage, relative",
+    "what may push every element of a stage one way: approximate root 4, division 4, constants "
+    "held in fp32 5, a sum whose roundings all fall alike 3; roundings to nearest have no side",
+)
+
 BF16_STEP = Constant(
     2.0**-7,
     "sum_h |w_h| sum_d |q_hd k_d|, for each rounding point",
@@ -118,14 +127,14 @@ BF16_STEP = Constant(
     "step away at each point; taken for every head at once, so it is loose",
 )
 
-ACCUMULATORS: dict[str, Constant] = {
-    "fp32": Constant(
+ACCUMULATORS: dict[Accumulator, Constant] = {
+    Accumulator.FP32: Constant(
         2.0**-20,
         "sum_h |w_h| sum_d |q_hd k_d|",
         "dot of 128, ReLU, weight, head sum and key scale with fp32 accumulators, products exact: "
         "16 U; sums of one sign lose up to 7 U (64 equal heads), of mixed signs 0.3 U",
     ),
-    "sm90-fp8": Constant(
+    Accumulator.SM90_FP8: Constant(
         2.0**-13,
         "sum_h |w_h| sum_d |q_hd k_d|",
         "FP8 wgmma of Hopper aligns products to about 14 bits before it adds them",

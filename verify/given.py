@@ -101,7 +101,7 @@ def given_layer(inputs: Inputs, layer: int, reference: ReferenceLayer) -> GivenL
 
 def fingerprint(inputs: LayerInputs) -> dict[str, int]:
     """Return a checksum of every given tensor, to show that a candidate changed none of them."""
-    return {name: _checksum(tensor) for name, tensor in _tensors(inputs)}
+    return {name: _checksum(tensor) for name, tensor in given_tensors(inputs)}
 
 
 def changed_tensors(before: Mapping[str, int], inputs: LayerInputs) -> list[str]:
@@ -110,7 +110,8 @@ def changed_tensors(before: Mapping[str, int], inputs: LayerInputs) -> list[str]
     return [name for name, value in before.items() if after.get(name) != value]
 
 
-def _tensors(inputs: LayerInputs) -> Iterator[tuple[str, Tensor]]:
+def given_tensors(inputs: LayerInputs) -> Iterator[tuple[str, Tensor]]:
+    """Yield every given tensor by name."""
     for name, part in (("index", inputs.index), ("main", inputs.main), ("query", inputs.query)):
         if part is not None:
             yield from ((f"{name}.{key}", tensor) for key, tensor in part.__dict__.items())

@@ -7,7 +7,7 @@ model's width, layers that exist, and at least one complete window for every lay
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from torch import Tensor
 from needlepoint.reference.config import ModelConfig
 from needlepoint.reference.config_file import load_config
 from needlepoint.reference.weights import LayerWeights, random_layer_weights
+from needlepoint.verify.checkpoint import Checkpoint
 from needlepoint.verify.inputs_checks import check_hidden, choose_layers, tensor_digest
+from needlepoint.verify.recall_needles import RequestNeedle, kept_needles
 from needlepoint.verify.recordings import open_recording
 from needlepoint.verify.recordings_model import recorded_config
 from needlepoint.verify.synthetic import (
@@ -27,6 +29,7 @@ from needlepoint.verify.synthetic import (
     synthetic_weights,
 )
 
+CONFIG_FILE = "config.json"
 MINI = "mini"
 SYNTHETIC = "synthetic"
 
@@ -53,6 +56,10 @@ class Inputs:
         Hidden states by layer: bf16 ``[tokens, hidden_size]``.
     weights_of
         Makes the weights of a layer.
+    needles
+        Where answers stand, for recall; empty where the input marks none.
+    constant
+        Whether the input is meant to be the same in every row, so that stages may be.
     """
 
     name: str
@@ -63,6 +70,8 @@ class Inputs:
     seed: int
     states: Mapping[int, Tensor]
     weights_of: Callable[[int], LayerWeights]
+    needles: tuple[RequestNeedle, ...] = ()
+    constant: bool = False
 
     @property
     def tokens(self) -> int:
@@ -103,6 +112,7 @@ def load_inputs(
     layers: tuple[int, ...] | None = None,
     tokens: int | None = None,
     seed: int | None = None,
+    checkpoint: Path | None = None,
 ) -> Inputs:
     """Load an input and check it.
 
@@ -120,6 +130,9 @@ def load_inputs(
         input: how many to draw.
     seed
         Of random weights and synthetic states; by default that of the recording, or 0.
+    checkpoint
+        Folder whose tensors are the weights, as they are; by default they are drawn. Its
+        ``config.json`` gives the shapes unless ``model`` does.
 
     Raises
     ------
@@ -134,9 +147,15 @@ def load_inputs(
     if seed is not None and not 0 <= seed < 1 << 63:
         raise ValueError(f"seed {seed}: expected 0 to 2**63 - 1")
     kind, _, rest = source.partition(":")
+    if model is None and checkpoint is not None and (checkpoint / CONFIG_FILE).is_file():
+        model = str(checkpoint / CONFIG_FILE)
     if kind == SYNTHETIC:
-        return _synthetic(source, rest or "gaussian", model, layers, tokens, seed or 0)
-    return _recorded(source, model, layers, tokens, seed)
+        drawn = _synthetic(source, rest or "gaussian", model, layers, tokens, seed or 0)
+    else:
+        drawn = _recorded(source, model, layers, tokens, seed)
+    if checkpoint is None:
+        return drawn
+    return replace(drawn, weights_of=Checkpoint(checkpoint, drawn.config, drawn.layers).weights)
 
 
 def mini_directory() -> Path:
@@ -237,6 +256,7 @@ def _recorded(
         own,
         states,
         weights,
+        kept_needles(recording.manifest.needles or (), lengths),
     )
 
 

@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 
 from needlepoint.optimized.interface import INDEX, CompressorInputs, LayerInputs, StageKey
-from needlepoint.reference.compressor import CompressorState, gather_taps
+from needlepoint.reference.compressor import CompressorState, compressor_inputs, gather_taps
 from needlepoint.reference.profile import Arithmetic, Precision
+from needlepoint.reference.rope import table_as
 from needlepoint.verify.bounds import stored_enclosure
 from needlepoint.verify.compare import compare_dense
 from needlepoint.verify.compare_codes import compare_encoded
 from needlepoint.verify.enclosure import Enclosure, exact, rounding
 from needlepoint.verify.enclosure_chain import KeyPath, key_chain, precision_of
 from needlepoint.verify.enclosure_pooled import pooled, slot_ape
+from needlepoint.verify.error_model import LEAN, U
 from needlepoint.verify.row_errors import RowErrors
 from needlepoint.verify.stages import NORMED, POOLED, ROPED, ROTATED, STORED
 from needlepoint.verify.stored_rows import StoredRows, replayable
+from needlepoint.verify.tally import Tally, content_of
 
 _BLOCK_TOKENS = 1024
 """Tokens whose windows are gathered at once; a multiple of every ratio."""
@@ -42,6 +45,8 @@ class StageErrors:
     accumulated: RowErrors
     distance_unit: str | None = None
     """What ``distance`` counts; None for the stage's usual unit."""
+    lean: float = LEAN.value * U
+    """What fp32 may push all rows one way, relative; infinite where no direction is tested."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def key_reference(path: str, inputs: LayerInputs, arithmetic: Arithmetic) -> Key
     chain = KeyPath(
         norm_weight=given.norm_weight,
         eps=inputs.norm_eps,
-        table=window_table(inputs),
+        table=given_table(window_table(inputs), arithmetic),
         arithmetic=arithmetic,
         rotate=path == INDEX and arithmetic.hadamard,
     )
@@ -113,6 +118,12 @@ def window_table(inputs: LayerInputs) -> Tensor:
     counts = [length // inputs.ratio for length in inputs.lengths]
     rows = torch.cat([torch.arange(count) * inputs.ratio for count in counts])
     return inputs.rope_table.to(torch.float64)[rows]
+
+
+def given_table(table: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Return the given cos and sin, float64, as a profile reads them."""
+    bf16 = arithmetic.rope_table is Precision.BF16
+    return table_as(table, Precision.BF16) if bf16 else table
 
 
 def compare_key_stages(
@@ -139,19 +150,27 @@ def compare_key_stages(
     found: list[StageErrors] = []
     if not len(reference.stages[POOLED].value):
         return found
+    content = content_of(reference.stages[POOLED].value)
     stages = reference.stages
+    steps = 0
     for stage in (POOLED, NORMED, ROPED, ROTATED):
+        steps += stage in stages
         if stage in dense:
             point = precision_of(stage, reference.chain.arithmetic)
             local = compare_dense(dense[stage], stages[stage], point)
             accumulated = compare_dense(dense[stage], reference.stages[stage], point)
-            found.append(StageErrors((reference.path, stage), local, accumulated))
+            local.tally[:, Tally.CONTENT] = content
+            lean = LEAN.value * U * steps
+            found.append(StageErrors((reference.path, stage), local, accumulated, lean=lean))
+            steps = 0
             # From here on the local reference starts at what the candidate itself observed.
             stages = key_chain(stage, exact(replayable(dense[stage])), reference.chain)
     if stored is not None:
         local = _compare_stored(stored, reference.entering_store(stages), reference)
         accumulated = _compare_stored(stored, reference.to_store, reference)
-        found.append(StageErrors((reference.path, STORED), local, accumulated))
+        local.tally[:, Tally.CONTENT] = content
+        lean = LEAN.value * U * (steps + 1)
+        found.append(StageErrors((reference.path, STORED), local, accumulated, lean=lean))
     return found
 
 
@@ -186,10 +205,10 @@ def _pooled_rows(given: CompressorInputs, inputs: LayerInputs, arithmetic: Arith
         state = CompressorState(inputs.ratio, given.kv.shape[1], arithmetic)
         for start in range(first, first + length, _BLOCK_TOKENS):
             block = slice(start, min(start + _BLOCK_TOKENS, first + length))
-            kv, score = given.kv[block], given.score[block]
+            kv, score = compressor_inputs(given.kv[block], given.score[block], arithmetic)
             taps = gather_taps(kv, score, given.ape, inputs.ratio, arithmetic, state)
             state.append(kv, score, given.ape)
-            parts.append(pooled(taps, by_slot))
+            parts.append(pooled(taps, by_slot, arithmetic))
         first += length
     return Enclosure(
         torch.cat([part.value for part in parts]), torch.cat([part.delta for part in parts])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from needlepoint.optimized.interface import MAIN, LayerInputs, StageKey
+from needlepoint.verify.blame import with_inputs
 from needlepoint.verify.layer_run import LayerOutcome
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.picks_result import topk_result
@@ -73,8 +74,9 @@ def layer_result(
     return LayerResult(
         layer=outcome.layer,
         ratio=outcome.ratio,
-        stages=tuple(entries),
+        stages=with_inputs(entries, outcome.ratio),
         topk=topk_result(outcome, given.topk, contract),
+        swap=outcome.swap,
     )
 
 
@@ -92,7 +94,7 @@ def _compared(outcome: LayerOutcome, key: StageKey, rows: Rows, limits: Limits) 
         found = compared_stage(outcome.errors[key], rows, limits[key[1]])
         idle = key[1] == TOPK and outcome.picks is not None and not outcome.picks.discarded.any()
         note = "no query sees more entries than it picks" if idle else None
-        return found.model_copy(update={"detail": note})
+        return found if note is None else found.model_copy(update={"detail": note})
     if rows.total == 0:
         return uncompared_stage(key, NOT_COVERED, 0, "no request completes a window")
     return uncompared_stage(key, SKIPPED, rows.total, "declared, but not returned")

@@ -42,10 +42,12 @@ from needlepoint.verify.profiles import profile_of
 from needlepoint.verify.progress import Progress
 from needlepoint.verify.query_reference import RotatedQueries
 from needlepoint.verify.query_side import BlockJudgement, QueryJudge
+from needlepoint.verify.result_swap import SwapResult
 from needlepoint.verify.row_errors import RowErrors
 from needlepoint.verify.selection import PickErrors
 from needlepoint.verify.stage_blocks import BUDGET_BYTES, Block, query_blocks
 from needlepoint.verify.stored_rows import StoredRows, replayable
+from needlepoint.verify.swap import SwapTally
 from needlepoint.verify.workers import Workers, workers
 
 CONTRACT_NAMES = ("exact", "bf16", "official")
@@ -71,6 +73,8 @@ class LayerOutcome:
         Bytes that one entry of the layer takes over its pools.
     peak_transient_bytes, path_taken
         As the candidate reported.
+    swap
+        Shares of the stages in the end of the layer; None where nothing was swapped.
     """
 
     layer: int
@@ -82,6 +86,7 @@ class LayerOutcome:
     entry_bytes: float
     peak_transient_bytes: int
     path_taken: str
+    swap: SwapResult | None = None
 
 
 @dataclass
@@ -99,6 +104,7 @@ class _Tally:
     blocks: list[BlockJudgement] = field(default_factory=list)
     attention: list[RowErrors] = field(default_factory=list)
     costs: dict[str, CostTally] = field(default_factory=dict)
+    swap: SwapTally | None = None
 
 
 class LayerRun:
@@ -128,9 +134,15 @@ class LayerRun:
         self.given = self._given.inputs
 
     def judge(
-        self, candidates: Sequence[tuple[Candidate, Observed]], progress: Progress
+        self,
+        candidates: Sequence[tuple[Candidate, Observed]],
+        progress: Progress,
+        *,
+        swap: bool = False,
     ) -> list[LayerOutcome]:
         """Judge what candidates observed, one outcome for each.
+
+        With ``swap``, one stage at a time is replaced by the reference as well, and the reverse.
 
         Raises
         ------
@@ -145,7 +157,7 @@ class LayerRun:
         contracts = self._contracts()
         with workers() as pool:
             profiles = self._profiles([profile_of(c.info) for c, _ in candidates], pool)
-            tallies = pool.map(lambda pair: self._start(*pair, profiles), candidates)
+            tallies = pool.map(lambda pair: self._start(*pair, profiles, swap), candidates)
             for block in blocks:
                 self._judge_block(block, tallies, list(profiles.values()), contracts, pool)
                 progress.advance()
@@ -171,6 +183,7 @@ class LayerRun:
         candidate: Candidate,
         observed: Observed,
         profiles: Mapping[Arithmetic, ProfileSide],
+        swap: bool,
     ) -> _Tally:
         name, profile = candidate.info.name, profiles[profile_of(candidate.info)]
         with blamed(name, self._layer):
@@ -181,7 +194,10 @@ class LayerRun:
             judge = QueryJudge(self.given, observed, profile.query, stored.get(INDEX), self._limits)
         main = replayable(stored[MAIN].values) if MAIN in stored else None
         changed = None if main is None else profile.changed_rows(main)
-        return _Tally(name, profile, observed, stored, errors, judge, main, changed)
+        tally = _Tally(name, profile, observed, stored, errors, judge, main, changed)
+        if swap:
+            tally.swap = SwapTally(self.given, profile, observed, stored)
+        return tally
 
     def _judge_block(
         self,
@@ -225,6 +241,9 @@ class LayerRun:
         meant: Mapping[str, ContractBlock],
         prepared: ProfileBlock,
     ) -> None:
+        if tally.swap is not None:
+            with blamed(tally.name, self._layer):
+                tally.swap.add(block, prepared)
         picks = None
         if tally.judge is not None:
             with blamed(tally.name, self._layer):
@@ -265,6 +284,7 @@ class LayerRun:
             ),
             peak_transient_bytes=tally.observed.peak_transient_bytes,
             path_taken=tally.observed.path_taken,
+            swap=None if tally.swap is None else tally.swap.result(),
         )
 
     def _contracts(self) -> Contracts:

@@ -123,6 +123,16 @@ class CandidateRecord(ManifestPart):
     profile: str
     variant: str
     source_sha256: str
+    accumulator: str = "fp32"
+
+
+class NeedleRecord(ManifestPart):
+    """One needle: tokens ``start`` to ``stop`` of a request, asked for by the token ``query``."""
+
+    request: Count
+    start: Count
+    stop: Count
+    query: Count
 
 
 class Manifest(ManifestPart):
@@ -139,6 +149,8 @@ class Manifest(ManifestPart):
     candidate: CandidateRecord | None = None
     profile: ProfileRecord | None = None
     seed: int | None = None
+    needles: Annotated[tuple[NeedleRecord, ...], Field(max_length=1 << 16)] | None = None
+    """Where answers stand in the requests, for recall."""
     input_name: str | None = None
     input_sha256: str | None = None
     # Provenance: kept, never interpreted.
@@ -157,6 +169,23 @@ class Manifest(ManifestPart):
             raise ValueError(f"layers {numbers}: a layer is listed twice")
         if self.kind == "input" and self.layers:
             raise ValueError("kind input: a recording of input has no layers")
+        return self
+
+    @model_validator(mode="after")
+    def _needles_lie_in_their_requests(self) -> Manifest:
+        for place, needle in enumerate(self.needles or ()):
+            if needle.request >= len(self.requests):
+                raise ValueError(
+                    f"needle {place}: request {needle.request}, expected one of "
+                    f"{len(self.requests)}"
+                )
+            length = self.requests[needle.request]
+            if not needle.start < needle.stop <= needle.query + 1 <= length:
+                raise ValueError(
+                    f"needle {place}: tokens {needle.start} to {needle.stop}, query "
+                    f"{needle.query}; expected start < stop <= query + 1 <= {length}, the tokens "
+                    f"of request {needle.request}"
+                )
         return self
 
 

@@ -7,7 +7,7 @@ model adds contracts and attention around the same pieces (``layer_run.py``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -110,10 +110,10 @@ def joined_blocks(blocks: Sequence[BlockJudgement]) -> dict[StageKey, StageError
     """Return the row errors of consecutive blocks of queries as one."""
     keys = blocks[0].errors if blocks else {}
     return {
-        key: StageErrors(
-            key,
-            RowErrors.concatenate([block.errors[key].local for block in blocks]),
-            RowErrors.concatenate([block.errors[key].accumulated for block in blocks]),
+        key: replace(
+            blocks[0].errors[key],
+            local=RowErrors.concatenate([block.errors[key].local for block in blocks]),
+            accumulated=RowErrors.concatenate([block.errors[key].accumulated for block in blocks]),
         )
         for key in keys
     }

@@ -23,9 +23,14 @@ DEFAULT_CANDIDATES = (
 )
 CONTRACTS: tuple[Contract, ...] = get_args(Contract)
 MAX_LAYER = 9999
+REPEAT_GATE = "repeat.changed<=0"
+"""What ``--repeat`` sets: no stage may change from run to run."""
 
 _MAX_CONFIG_BYTES = 4 << 20
-_PATHS = ("input", "model", "json", "junitxml", "limits")
+_PATHS = (
+    *("input", "model", "checkpoint", "scenario"),
+    *("json", "junitxml", "html", "markdown", "limits", "shrink", "save_failures"),
+)
 _LAYERS = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 
 
@@ -36,6 +41,7 @@ class Table(BaseModel):
 
     input: str | None = None
     model: str | None = None
+    checkpoint: str | None = None
     contract: Contract | None = None
     candidate: list[str] | None = None
     layers: str | None = None
@@ -43,10 +49,18 @@ class Table(BaseModel):
     seed: int | None = Field(default=None, ge=0)
     device: Literal["cpu"] | None = None
     stages: str | None = None
+    scenario: str | None = None
+    seconds: int | None = Field(default=None, ge=1)
+    repeat: int | None = Field(default=None, ge=1)
+    swap: bool | None = None
+    shrink: str | None = None
+    save_failures: str | None = None
     limits: str | None = None
     gate: list[str] | None = None
     json_: str | None = Field(default=None, alias="json")
     junitxml: str | None = None
+    html: str | None = None
+    markdown: str | None = None
     force: bool | None = None
     quiet: bool | None = None
     debug: bool | None = None
@@ -99,7 +113,7 @@ def _read(path: Path) -> Defaults:
         values = Table.model_validate(table).model_dump(by_alias=True, exclude_none=True)
     except ValidationError as error:
         raise ValueError(_explain(path, error)) from error
-    for name in ("tokens", "seed"):
+    for name in ("tokens", "seed", "seconds", "repeat"):
         if name in values:
             values[name] = str(values[name])
     for name in _PATHS:

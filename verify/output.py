@@ -8,9 +8,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from pydantic import ValidationError
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from needlepoint.verify.recordings_file import read_header
 from needlepoint.verify.result import SCHEMA, Result
 
 SCHEMA_FILE = "result.schema.json"
@@ -19,8 +21,11 @@ MAX_RESULT_BYTES = 256 << 20
 
 
 def schema_text() -> str:
-    """Return the JSON Schema of ``needlepoint.result/1``, made from the models."""
-    schema = Result.model_json_schema(mode="serialization")
+    """Return the JSON Schema of ``needlepoint.result/1``, made from the models.
+
+    Fields that came later are not required, so that older results validate too.
+    """
+    schema = Result.model_json_schema(mode="validation")
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA, **schema}
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 
@@ -69,6 +74,29 @@ def load_result(path: Path) -> Result:
             f"result {path}: {place}: {first['msg']} ({error.error_count()} faults in all); "
             f"expected schema {SCHEMA}"
         ) from error
+
+
+def load_rows(path: Path) -> dict[str, Tensor]:
+    """Read the row errors beside the result ``path``.
+
+    Raises
+    ------
+    ValueError
+        Where the file is missing, corrupt or no file of row errors.
+    """
+    file = rows_path(path)
+    try:
+        header = read_header(file)
+    except ValueError as error:
+        raise ValueError(f"{error}; it is written beside the result of --json") from error
+    for name, entry in header.items():
+        if entry.dtype not in ("F32", "F64") or len(entry.shape) != 1:
+            raise ValueError(
+                f"{file}: tensor {name} is {entry.dtype} {list(entry.shape)}, expected one number "
+                "a row; is this the row file of a result?"
+            )
+    with safe_open(file, framework="pt") as tensors:
+        return {name: tensors.get_tensor(name) for name in header}
 
 
 def rows_path(path: Path) -> Path:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from torch import Tensor
 
 from needlepoint.optimized.interface import INDEX, Candidate, CandidateInfo, StageKey
-from needlepoint.reference.profile import Arithmetic
+from needlepoint.reference.profile import CONTRACTS, Arithmetic
 from needlepoint.verify.candidate_results import CandidateOutcome, candidate_result
 from needlepoint.verify.candidate_run import CandidateFailed, observe, require_unchanged
+from needlepoint.verify.distributed import share_out
 from needlepoint.verify.environment import collect_environment
 from needlepoint.verify.given import fingerprint
 from needlepoint.verify.inputs import Inputs
@@ -21,9 +22,12 @@ from needlepoint.verify.limits import Limits
 from needlepoint.verify.memory_law import transient_law
 from needlepoint.verify.profiles import profile_of
 from needlepoint.verify.progress import Progress
+from needlepoint.verify.recall_verify import layer_recall
+from needlepoint.verify.repeat import RepeatTally, repeated
 from needlepoint.verify.result import (
     CANNOT_JUDGE,
     SCHEMA,
+    CandidateResult,
     Counts,
     Environment,
     InputInfo,
@@ -34,6 +38,7 @@ from needlepoint.verify.result import (
     worst_verdict,
 )
 from needlepoint.verify.stages import TOPK
+from needlepoint.verify.vacuity import require_apart, require_moving
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,13 @@ class PipelineOutput:
         The record that every surface is made from.
     rows
         ``candidate/layerN/path/stage/local|accumulated|relative`` to row errors, [rows].
+    reports
+        Whether this process is the one that writes the result; under torchrun one rank is.
     """
 
     result: Result
     rows: Mapping[str, Tensor]
+    reports: bool = True
 
 
 def verify(
@@ -60,6 +68,8 @@ def verify(
     limits: Limits,
     stages: frozenset[StageKey] | None,
     progress: Progress,
+    repeat: int = 1,
+    swap: bool = False,
 ) -> PipelineOutput:
     """Run reference and candidates over an input and judge every stage of every layer.
 
@@ -77,34 +87,65 @@ def verify(
         Stages to compare; None for all that a candidate declares.
     progress
         Told of long work.
+    repeat
+        Runs of every candidate; the first is judged, all are compared.
+    swap
+        Whether to replace one stage at a time by the reference, and the reverse.
 
     Raises
     ------
     ValueError
         If nothing can be judged: no candidate, one of unknown profile, one that raises or breaks
-        the protocol, or a k that no request has entries for.
+        the protocol or returns memory that is not its own, constant stages that the input does not
+        declare, or a k that no request has more entries than.
     """
     _require_distinct(candidates)
     for candidate in candidates:
         _require_known(candidate.info)
     _require_selection(inputs, candidates, stages)
-    outcomes = [CandidateOutcome(c.info, transient_law(c)) for c in candidates]
-    for layer in inputs.layers:
-        if inputs.config.ratio(layer) == 0:
+    options = _Options(contract.name, limits, stages, swap)
+
+    def judge(layers: tuple[int, ...]) -> list[CandidateOutcome]:
+        outcomes = [CandidateOutcome(c.info, transient_law(c)) for c in candidates]
+        if repeat > 1:
             for outcome in outcomes:
-                outcome.add_uncompressed(layer, inputs.requests)
-            continue
-        _run_layer(inputs, layer, candidates, outcomes, contract.name, limits, stages, progress)
+                outcome.repeat = RepeatTally(repeat)
+        for layer in layers:
+            if inputs.config.ratio(layer) == 0:
+                for outcome in outcomes:
+                    outcome.add_uncompressed(layer, inputs.requests)
+                continue
+            _run_layer(inputs, layer, candidates, outcomes, options, progress)
+        return outcomes
+
+    together = any(getattr(candidate, "spreads_layers", False) for candidate in candidates)
+    together |= repeat > 1  # hashes of repeated runs are not merged
+    shared = share_out(inputs.layers, inputs.config.ratio, judge, together=together)
     device = "cuda" if any(c.info.device == "cuda" for c in candidates) else "cpu"
     source = InputInfo(
         name=inputs.name,
         sha256=inputs.sha256,
         tokens=inputs.tokens,
         requests=len(inputs.requests),
+        lengths=inputs.requests,
         model=inputs.config.name,
         seed=inputs.seed,
     )
-    return pipeline_output(outcomes, contract.name, collect_environment(device), source)
+    output = pipeline_output(shared.outcomes, contract.name, collect_environment(device), source)
+    if shared.lost is None:
+        return replace(output, reports=shared.reports)
+    update = {"verdict": CANNOT_JUDGE, "detail": shared.lost}
+    return replace(output, result=output.result.model_copy(update=update))
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What every layer is judged with."""
+
+    contract: str
+    limits: Limits
+    stages: frozenset[StageKey] | None
+    swap: bool
 
 
 def _run_layer(
@@ -112,24 +153,34 @@ def _run_layer(
     layer: int,
     candidates: Sequence[Candidate],
     outcomes: Sequence[CandidateOutcome],
-    contract: str,
-    limits: Limits,
-    stages: frozenset[StageKey] | None,
+    options: _Options,
     progress: Progress,
 ) -> None:
     """Judge one layer; everything it held is free when it returns."""
     progress.start(f"layer {layer}: projections and candidates", 1 + len(candidates))
-    run = LayerRun(inputs, layer, limits)
+    run = LayerRun(inputs, layer, options.limits)
     before = fingerprint(run.given)
     observed = []
-    for candidate in candidates:
+    for candidate, outcome in zip(candidates, outcomes, strict=True):
         progress.advance()
-        observed.append((candidate, observe(candidate, run.given)))
-    found = run.judge(observed, progress)
+        first = observe(candidate, run.given)
+        observed.append((candidate, first))
+        if outcome.repeat is not None:
+            again = repeated(candidate, run.given, first, outcome.repeat.runs)
+            outcome.repeat.add(layer, again)
+    require_apart(layer, {candidate.info.name: part for candidate, part in observed})
+    found = run.judge(observed, progress, swap=options.swap)
+    recalls = layer_recall(inputs, layer, observed, CONTRACTS[options.contract], options.limits)
     require_unchanged(before, run.given, [candidate.info.name for candidate in candidates])
+    for outcome, recall in zip(outcomes, recalls, strict=True):
+        outcome.add_recall(recall, run.given.topk)
     for outcome, candidate, part in zip(outcomes, candidates, found, strict=True):
+        if not inputs.constant:
+            require_moving(run.given, part.errors)
         declared = candidate.stages(run.given.ratio)
-        entry = layer_result(part, declared, run.given, limits, contract, wanted=stages)
+        entry = layer_result(
+            part, declared, run.given, options.limits, options.contract, wanted=options.stages
+        )
         outcome.add(part, entry)
 
 
@@ -173,7 +224,7 @@ def pipeline_output(
     return PipelineOutput(result, rows)
 
 
-def count_stages(outcomes: Sequence[CandidateOutcome]) -> Counts:
+def count_stages(outcomes: Sequence[CandidateOutcome | CandidateResult]) -> Counts:
     """Return how many declared stages were compared, and which were not."""
     skipped, not_covered = [], []
     expected = compared = 0
@@ -234,12 +285,13 @@ def _require_selection(
     """
     asked = stages is None or (INDEX, TOPK) in stages
     k, most = inputs.config.index_topk, max(inputs.requests) // 4
-    if not asked or k <= most or not any((INDEX, TOPK) in c.stages(4) for c in candidates):
+    if not asked or k < most or not any((INDEX, TOPK) in c.stages(4) for c in candidates):
         return
     for layer in inputs.layers:
         if inputs.config.ratio(layer) == 4:
             raise ValueError(
-                f"layer {layer}: k {k} is larger than the pool, the longest request has {most} "
+                f"layer {layer}: k {k} is {'larger' if k > most else 'no smaller'} than the pool, "
+                f"the longest request has {most} "
                 "entries: every query would pick all it sees and no selection would be tested; "
                 "give more tokens, a model of smaller index_topk, or name --stages without topk"
             )

@@ -27,6 +27,9 @@ from needlepoint.verify.stage_blocks import Block
 from needlepoint.verify.stage_results import zero_errors
 
 _BEFORE_STORE = (
+    "key_input",
+    "pool_weights",
+    "pool_terms",
     "pooled",
     "normed",
     "roped",

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from needlepoint.optimized.interface import CandidateInfo
-from needlepoint.reference.profile import CONTRACTS, Arithmetic, needlepoint_profile
+from needlepoint.reference.profile import (
+    CONTRACTS,
+    Accumulator,
+    Arithmetic,
+    needlepoint_profile,
+)
+from needlepoint.reference.profile_engines import ENGINES, engine_profile
 
 NEEDLEPOINT = "needlepoint"
 
@@ -11,17 +19,30 @@ NEEDLEPOINT = "needlepoint"
 def profile_of(info: CandidateInfo) -> Arithmetic:
     """Return the arithmetic of a candidate's profile.
 
-    ``needlepoint`` is the specification in the candidate's key format. The name of a contract is a
-    profile too: it says that the candidate means to compute exactly that.
+    ``needlepoint`` is the specification in the candidate's key format, its scores summed in what
+    the candidate names. The name of a contract is a profile too: it says that the candidate means
+    to compute exactly that. The name of an engine is what that engine means to compute with keys of
+    the candidate's format.
 
     Raises
     ------
     ValueError
-        For an unknown profile.
+        For an unknown profile or accumulator, or a key format that the engine does not store.
     """
     if info.profile == NEEDLEPOINT:
-        return needlepoint_profile(info.format)
+        units = {unit.value: unit for unit in Accumulator}
+        if info.accumulator not in units:
+            raise ValueError(
+                f"candidate {info.name}: accumulator {info.accumulator!r}, expected one of "
+                f"{', '.join(units)}"
+            )
+        return replace(needlepoint_profile(info.format), accumulator=units[info.accumulator])
     if info.profile in CONTRACTS:
         return CONTRACTS[info.profile]
-    known = ", ".join([NEEDLEPOINT, *CONTRACTS])
+    if info.profile in ENGINES:
+        try:
+            return engine_profile(info.profile, info.format)
+        except ValueError as error:
+            raise ValueError(f"candidate {info.name}: {error}") from error
+    known = ", ".join([NEEDLEPOINT, *CONTRACTS, *ENGINES])
     raise ValueError(f"candidate {info.name}: profile {info.profile!r}, expected one of {known}")

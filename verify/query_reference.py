@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from needlepoint.optimized.interface import LayerInputs
-from needlepoint.reference.indexer import index_scores
+from needlepoint.reference.indexer import index_scores, query_inputs
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.reference.topk import select_topk
 from needlepoint.verify.bounds import ScoreBound, stored_enclosure
 from needlepoint.verify.enclosure import Enclosure, exact, query_rotated, rounding, weights
-from needlepoint.verify.key_side import KeyReference
+from needlepoint.verify.key_side import KeyReference, given_table
 from needlepoint.verify.rows import Rows
 from needlepoint.verify.stage_blocks import Block
 
@@ -61,19 +61,21 @@ class RotatedQueries:
 
     def query(self, block: Block, arithmetic: Arithmetic) -> Enclosure:
         """Return what the query store receives."""
-        key = (arithmetic.roped, arithmetic.rotated, arithmetic.hadamard)
+        own = arithmetic.of_query
+        key = (own.query_input, own.roped, own.rotated, own.hadamard, own.rope_table)
         with self._lock:
             if block.rows != self._rows:
                 self._kept, self._rows = {}, block.rows
             if key not in self._kept:
-                table = self._table[block.positions].unsqueeze(1)
-                given = exact(self._given.q[block.rows])
-                self._kept[key] = query_rotated(given, table, arithmetic)
+                table = given_table(self._table[block.positions].unsqueeze(1), own)
+                given = query_inputs(self._given.q[block.rows].to(torch.float64), own)
+                self._kept[key] = query_rotated(exact(given), table, own)
             return self._kept[key]
 
-    def weights(self, block: Block) -> Enclosure:
+    def weights(self, block: Block, arithmetic: Arithmetic) -> Enclosure:
         """Return the head weights before their rounding point."""
-        return weights(self._given.weights[block.rows], self._scale)
+        given = self._given.weights[block.rows].to(torch.float64)
+        return weights(query_inputs(given, arithmetic), self._scale)
 
 
 class QueryReference:
@@ -132,7 +134,7 @@ class QueryReference:
     def _compute(self, block: Block) -> ReferenceBlock:
         query = self._queries.query(block, self.arithmetic)
         stored = stored_enclosure(query, self.arithmetic.index_query)
-        weight = self._queries.weights(block)
+        weight = self._queries.weights(block, self.arithmetic)
         held = rounding(weight, self.arithmetic.weights)
         request = block.request
         scores, bound = self.score(block, stored, held, self.keys[request], self._bounds[request])

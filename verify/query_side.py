@@ -22,11 +22,13 @@ from needlepoint.optimized.interface import (
     QueryRows,
     StageKey,
 )
+from needlepoint.reference.profile import Accumulator
 from needlepoint.reference.topk import select_topk
 from needlepoint.verify.bounds import ScoreBound
 from needlepoint.verify.compare import compare_dense, compare_masked_scores
 from needlepoint.verify.compare_codes import compare_encoded
 from needlepoint.verify.enclosure import exact, rounding
+from needlepoint.verify.error_model import LEAN, U
 from needlepoint.verify.key_side import StageErrors
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.query_reference import QueryReference
@@ -43,6 +45,7 @@ from needlepoint.verify.stored_rows import (
     replayable,
     unfolded_weights,
 )
+from needlepoint.verify.tally import Tally, content_of
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -98,6 +101,9 @@ class QueryJudge:
         self._observed = observed
         self._reference = reference
         self._limits = limits
+        # An accumulator that cuts off what it cannot hold leans by its own doing.
+        rounds = reference.arithmetic.accumulator is Accumulator.FP32
+        self._lean = LEAN.value * U if rounds else math.inf
         self._keys = reference.keys
         # Scores of its own, or all that they are made from: else no pick can be justified.
         self._scored = observed.scores is not None or (
@@ -119,9 +125,12 @@ class QueryJudge:
             part = query_rows(self._observed.query, block.rows)
             own = encoded_queries(part, profile.index_query)
             row = compare_encoded(own, meant.query, profile.index_query)
-            errors[QUERY, QUERIES] = StageErrors((QUERY, QUERIES), row, row)
+            row.tally[:, Tally.CONTENT] = self._content(block)
+            lean = 3 * LEAN.value * U  # rotation, Hadamard and store
+            errors[QUERY, QUERIES] = StageErrors((QUERY, QUERIES), row, row, lean=lean)
             own_weights = unfolded_weights(part)
             row = compare_dense(own_weights, meant.weights, profile.weights)
+            row.tally[:, Tally.CONTENT] = self._content(block)
             errors[QUERY, WEIGHTS] = StageErrors((QUERY, WEIGHTS), row, row)
             query = exact(replayable(decoded_queries(part, profile.index_query)))
             weight = exact(replayable(own_weights))
@@ -134,7 +143,8 @@ class QueryJudge:
             errors[INDEX, SCORES] = StageErrors(
                 (INDEX, SCORES),
                 compare_scores(own_scores, replayed, radius, block),
-                compare_scores(own_scores, meant.scores, meant.bound, block),
+                compare_scores(own_scores, meant.scores, meant.bound, block, directed=False),
+                lean=self._lean,
             )
             replayed, radius = usable_scores(own_scores, block), torch.zeros(())
         if self._observed.topk is None:
@@ -171,6 +181,10 @@ class QueryJudge:
             limit=self._limits[TOPK].value,
         )
 
+    def _content(self, block: Block) -> Tensor:
+        given = self._inputs.query
+        return torch.zeros(()) if given is None else content_of(given.q[block.rows])
+
     def _own_scores(self, block: Block) -> Tensor | None:
         if self._observed.scores is None:
             return None
@@ -184,7 +198,7 @@ class QueryJudge:
         return found
 
 
-def query_rows(query: QueryRows, rows: slice) -> QueryRows:
+def query_rows(query: QueryRows, rows: slice | Tensor) -> QueryRows:
     """Return the stored queries of some tokens."""
     return replace(
         query,
@@ -207,12 +221,13 @@ def usable_scores(scores: Tensor, block: Block) -> Tensor:
 def pick_rows(picks: PickErrors) -> RowErrors:
     """Return the judgement of picks as row errors.
 
-    A row's error is the largest gap of an explained swap in units of its bound, infinite where a
-    pick is invalid or a swap is nobody's but the selection's or the scores'. ``expected`` is the
+    A row's error is the largest gap of a justified swap in units of its bound, infinite where a
+    pick is invalid or no score justifies a swap. ``expected`` is the
     best entry that was lost and ``found`` the one that took its place, -1 where none was.
     """
     rows, swaps = len(picks.invalid), picks.swaps
-    gap = torch.where(swaps.kind == Swap.EXPLAINED, swaps.gap / swaps.bound, 0.0)
+    justified = (swaps.kind == Swap.EXPLAINED) | (swaps.kind == Swap.UPSTREAM)
+    gap = torch.where(justified, swaps.gap / swaps.bound, 0.0)
     ratio = torch.zeros(rows, dtype=torch.float64)
     ratio.scatter_reduce_(0, swaps.row, gap.clamp(min=0.0), "amax")
     order = swaps.rank.sort(stable=True).indices
@@ -224,11 +239,13 @@ def pick_rows(picks: PickErrors) -> RowErrors:
     gained = lost.clone()
     lost[swapped], gained[swapped] = swaps.lost[at], swaps.gained[at]
     return zero_errors(rows).with_entries(
-        torch.where(picks.failed(), math.inf, ratio), picks.counts.sum(1), lost, gained
+        torch.where(picks.unjustified(), math.inf, ratio), picks.counts.sum(1), lost, gained
     )
 
 
-def compare_scores(own: Tensor, reference: Tensor, bound: Tensor, block: Block) -> RowErrors:
+def compare_scores(
+    own: Tensor, reference: Tensor, bound: Tensor, block: Block, *, directed: bool = True
+) -> RowErrors:
     """Compare the columns that some query sees; the others must be -inf throughout.
 
     Parameters
@@ -239,11 +256,15 @@ def compare_scores(own: Tensor, reference: Tensor, bound: Tensor, block: Block) 
         ``[queries, columns]``.
     block
         The queries.
+    directed
+        Whether directions are counted.
     """
     columns = block.columns
     if columns == 0:
         row = zero_errors(len(own))
     else:
-        row = compare_masked_scores(own[:, :columns], reference, bound, block.visible)
+        row = compare_masked_scores(
+            own[:, :columns], reference, bound, block.visible, directed=directed
+        )
     shown = ~torch.isneginf(own[:, columns:]).all(1)
     return row.with_ratio(torch.where(shown, math.inf, row.ratio))

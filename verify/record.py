@@ -28,6 +28,7 @@ from needlepoint.verify.given import given_layer
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.profiles import profile_of
 from needlepoint.verify.progress import Progress
+from needlepoint.verify.recall_needles import needle_records
 from needlepoint.verify.recordings import (
     CandidateRecord,
     Manifest,
@@ -100,6 +101,7 @@ def _head(inputs: Inputs, candidate: Candidate | None, contract: Arithmetic) -> 
             "seed": inputs.seed,
             "input_name": inputs.name,
             "input_sha256": inputs.sha256,
+            "needles": needle_records(inputs.needles),
         }
     )
 

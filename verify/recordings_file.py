@@ -37,6 +37,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+_BITS: Final = {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_BYTES: Final = 64 << 20
 
@@ -76,8 +77,15 @@ def dtype_name(dtype: torch.dtype, name: str) -> str:
     return _NAMES[dtype]
 
 
-def read_header(path: Path) -> dict[str, HeaderEntry]:
+def read_header(path: Path, bits: Mapping[str, int] = _BITS) -> dict[str, HeaderEntry]:
     """Check a safetensors file against its size and return what it holds.
+
+    Parameters
+    ----------
+    path
+        The file.
+    bits
+        Dtypes that it may hold, and the bits of an element; by default those of recordings.
 
     Raises
     ------
@@ -112,7 +120,7 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
     ranges: list[tuple[int, int, str]] = []
     entries: dict[str, HeaderEntry] = {}
     for name, entry in header.items():
-        entries[name], begin, end = _check_entry(path, name, entry)
+        entries[name], begin, end = _check_entry(path, name, entry, bits)
         ranges.append((begin, end, name))
     _check_ranges(path, sorted(ranges), status.st_size - 8 - length)
     return entries
@@ -167,7 +175,7 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> None:
                         raise RecordingError(
                             f"tensor {name}: a block of {block.dtype}, expected {source.dtype}"
                         )
-                    written += sum(file.write(piece) for piece in _byte_pieces(block))
+                    written += sum(file.write(piece) for piece in byte_pieces(block))
                 expected = math.prod(source.shape) * source.dtype.itemsize
                 if written != expected:
                     raise RecordingError(
@@ -178,7 +186,8 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> None:
         raise RecordingError(f"{path}: cannot write: {error.strerror}") from error
 
 
-def _byte_pieces(block: Tensor) -> Iterable[memoryview]:
+def byte_pieces(block: Tensor) -> Iterable[memoryview]:
+    """Yield the bytes of a tensor, elements in order, in pieces."""
     flat = block.detach().cpu().contiguous().reshape(-1)
     if flat.numel() == 0:
         return
@@ -189,13 +198,15 @@ def _byte_pieces(block: Tensor) -> Iterable[memoryview]:
         yield memoryview(flat[start : start + _CHUNK_BYTES].numpy().data)
 
 
-def _check_entry(path: Path, name: str, entry: object) -> tuple[HeaderEntry, int, int]:
+def _check_entry(
+    path: Path, name: str, entry: object, bits: Mapping[str, int]
+) -> tuple[HeaderEntry, int, int]:
     where = f"{path}: tensor {name[:200]!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise RecordingError(f"{where}: expected exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise RecordingError(f"{where}: dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in bits:
+        raise RecordingError(f"{where}: dtype {dtype!r}, expected one of {', '.join(bits)}")
     if not _is_counts(shape) or len(shape) > MAX_DIMS:
         raise RecordingError(
             f"{where}: shape {str(shape)[:100]}, expected at most {MAX_DIMS} non-negative integers"
@@ -205,7 +216,7 @@ def _check_entry(path: Path, name: str, entry: object) -> tuple[HeaderEntry, int
             f"{where}: data_offsets {str(offsets)[:100]}, expected [begin, end] with begin <= end"
         )
     begin, end = offsets
-    expected = math.prod(shape) * DTYPES[dtype].itemsize
+    expected = -(-math.prod(shape) * bits[dtype] // 8)
     if end - begin != expected:
         raise RecordingError(
             f"{where}: {end - begin} bytes, expected {expected} for {dtype} of shape {shape}"

@@ -14,14 +14,18 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from needlepoint.verify.recall_report import recall_parts
+from needlepoint.verify.report_extra import extra_parts
 from needlepoint.verify.report_tables import (
     cost_table,
     gate_table,
+    limit_table,
     stage_table,
     topk_table,
     worst_table,
 )
 from needlepoint.verify.result import DIFFER, CandidateResult, LayerResult, Result, Verdict
+from needlepoint.verify.scenario_report import scenario_sections
 from needlepoint.verify.summary import details, headline, layers_with, number, some
 
 STYLES: dict[Verdict, str] = {
@@ -33,7 +37,9 @@ FULL_LAYERS = 4
 """More matching layers than this are folded into one line, so that a deep model stays readable."""
 
 
-def print_report(result: Result, console: Console, *, brief: bool = False) -> None:
+def print_report(
+    result: Result, console: Console, *, brief: bool = False, limits: bool = False
+) -> None:
     """Print the report of a result.
 
     Parameters
@@ -44,27 +50,42 @@ def print_report(result: Result, console: Console, *, brief: bool = False) -> No
         Where to print; its width is respected down to 80 columns.
     brief
         Print the first line alone.
+    limits
+        List the smallest limit that each stage passes.
     """
     console.print(_styled(result.verdict, headline(result)), soft_wrap=True)
     if brief:
         return
     for line in details(result):
         console.print(_indent(line))
+    if limits:
+        console.print()
+        console.print(Text("Smallest limit that every row passes"))
+        console.print(_indent(limit_table(result)))
     for part in _parts(result):
         console.print()
         console.print(part)
+    if result.shrink is not None:
+        console.print()
+        # To be copied: never wrapped.
+        console.print(Text(f"replay: {result.shrink.command}"), soft_wrap=True)
 
 
 def _parts(result: Result) -> Iterable[RenderableType]:
     """Yield the sections in order."""
     for candidate in result.candidates:
         yield _candidate(candidate)
-    if result.candidates:
+    if any(c.layers for c in result.candidates) and result.scenario is None:
         title = f"Cost against the contracts (this run's contract: {result.contract})"
         yield Group(Text(title), _indent(cost_table(result)))
     memory = [line for c in result.candidates for line in _memory(c)]
     if memory:
         yield _list("Transient memory", memory)
+    if result.scenario is not None:
+        for title, lines in scenario_sections(result.scenario):
+            yield _list(title, lines)
+    yield from recall_parts(result)
+    yield from extra_parts(result)
     if result.gates:
         yield Group(Text("Gates"), _indent(gate_table(result.gates)))
     yield _list("Coverage", _coverage(result))

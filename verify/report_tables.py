@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Literal
 
 from rich import box
@@ -28,7 +29,7 @@ _CONTRACTS: tuple[Literal["exact", "bf16", "official"], ...] = ("exact", "bf16",
 
 def stage_table(layers: Sequence[LayerResult]) -> Table:
     """Return one row per judged stage: rows, local and accumulated error, worst token, verdict."""
-    table = _table("stage", "rows>", "local>", "accum.>", "steps>", "worst", "verdict")
+    table = plain_table("stage", "rows>", "local>", "accum.>", "steps>", "worst", "verdict")
     for layer in layers:
         ratio = f" (1/{layer.ratio})" if layer.ratio else ""
         table.add_row(f"layer {layer.layer}{ratio}")
@@ -49,7 +50,7 @@ def stage_table(layers: Sequence[LayerResult]) -> Table:
 
 def worst_table(layers: Sequence[LayerResult]) -> Table:
     """Return the worst tokens of the stages that differ, with the values there."""
-    table = _table("layer", "stage", "token", "dim>", "error>", "expected>", "found>")
+    table = plain_table("layer", "stage", "token", "dim>", "error>", "expected>", "found>")
     for layer in layers:
         for stage in layer.stages:
             if stage.verdict != DIFFER:
@@ -69,7 +70,7 @@ def worst_table(layers: Sequence[LayerResult]) -> Table:
 
 def topk_table(layers: Sequence[LayerResult]) -> Table:
     """Return selection by layer: overlap beside score lost and what was discarded, and swaps."""
-    table = _table("layer", "k>", "rows>", "discarded>", "overlap>", "min>", "lost>", "swaps")
+    table = plain_table("layer", "k>", "rows>", "discarded>", "overlap>", "min>", "lost>", "swaps")
     for layer in layers:
         topk = layer.topk
         if topk is None:
@@ -90,7 +91,7 @@ def topk_table(layers: Sequence[LayerResult]) -> Table:
 
 def cost_table(result: Result) -> Table:
     """Return what each candidate costs against each contract, and its cache bytes per token."""
-    table = _table(
+    table = plain_table(
         "candidate", "contract", "key mean>", "key max>", "overlap>", "lost>", "B/token>"
     )
     for candidate in result.candidates:
@@ -117,7 +118,7 @@ def cost_table(result: Result) -> Table:
 
 def gate_table(gates: Sequence[GateResult]) -> Table:
     """Return every gate for every candidate."""
-    table = _table("gate", "candidate", "found>", "")
+    table = plain_table("gate", "candidate", "found>", "")
     words = {True: "exceeded", False: "kept", None: "cannot-judge"}
     styles = {True: "red", False: "green", None: "yellow"}
     for gate in gates:
@@ -131,7 +132,34 @@ def gate_table(gates: Sequence[GateResult]) -> Table:
     return table
 
 
-def _table(*names: str) -> Table:
+def limit_table(result: Result) -> Table:
+    """Return, for each stage, the judged limit and the smallest that passes in every layer."""
+    table = plain_table("candidate", "stage", "limit>", "passes from>", "layer>", "too wide>")
+    for candidate in result.candidates:
+        judged = [
+            (f"{stage.path}.{stage.stage}", layer.layer, stage.limit)
+            for layer in candidate.layers
+            for stage in layer.stages
+            if stage.limit is not None
+        ]
+        for place, name in enumerate(dict.fromkeys(stage for stage, _, _ in judged)):
+            of_stage = [(layer, limit) for stage, layer, limit in judged if stage == name]
+            layer, worst = max(
+                of_stage, key=lambda item: inf if item[1].passing is None else item[1].passing
+            )
+            widest = min(inf if limit.widest is None else limit.widest for _, limit in of_stage)
+            table.add_row(
+                candidate.name if not place else "",
+                name,
+                number(worst.value),
+                "none" if worst.passing is None else number(worst.passing),
+                str(layer),
+                "" if widest == inf else number(widest),
+            )
+    return table
+
+
+def plain_table(*names: str) -> Table:
     """Return an empty table; a name that ends in ``>`` makes a right-aligned column."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for name in names:

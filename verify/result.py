@@ -29,6 +29,8 @@ from needlepoint.verify.result_base import (
     Verdict,
 )
 from needlepoint.verify.result_recall import RecallCell, RecallResult, ScenarioResult
+from needlepoint.verify.result_repeat import RepeatResult
+from needlepoint.verify.result_shrink import ShrinkResult
 from needlepoint.verify.result_stage import (
     ErrorStats,
     LayerResult,
@@ -108,6 +110,8 @@ class InputInfo(Record):
     sha256: Sha256
     tokens: Count
     requests: Count
+    lengths: tuple[Count, ...] | None = None
+    """Tokens of each request; null in results that do not say."""
     model: str | None = None
     seed: int | None = None
 
@@ -233,6 +237,7 @@ class CandidateResult(Record):
     recall: RecallResult | None = None
     format_cost: FormatCost = FormatCost()
     memory: MemoryResult = MemoryResult(peak_transient_bytes=None)
+    repeat: RepeatResult | None = None
 
 
 class Result(Record):
@@ -248,6 +253,7 @@ class Result(Record):
     counts: Counts
     candidates: tuple[CandidateResult, ...]
     scenario: ScenarioResult | None = None
+    shrink: ShrinkResult | None = None
 
 
 def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from needlepoint.verify.result_base import Count, Kind, Number, Path, Record, StageName, Verdict
+from needlepoint.verify.result_swap import SwapResult
 
 
 class StageLimit(Record):
@@ -13,6 +14,12 @@ class StageLimit(Record):
     value: Number
     unit: str
     derivation: str
+    narrowest: Number | None = None
+    """A smaller limit is narrower than half an ULP of every row: nothing could pass."""
+    widest: Number | None = None
+    """From here on the radius is as wide as the data of every row: nothing could fail."""
+    passing: Number | None = None
+    """Smallest limit that every row passes, both ways; null where there is none."""
 
 
 class Spread(Record):
@@ -55,6 +62,38 @@ class WorstRow(Record):
     """What the numbers cannot say, for example ``found is nan``."""
 
 
+class BiasTest(Record):
+    """One test of a direction: errors within the size limit that all point one way."""
+
+    test: Literal["gain", "flips", "ties"]
+    """Size of unrounded numbers, code flips of rounded ones, exact ties against the tie rule."""
+    z: Number
+    """Self-normalised sum over rows; positive is away from zero."""
+    limit: Number
+    effect: Number
+    """Mean relative gain; up minus down over all flips; share of ties against the rule."""
+    rows: Count
+    """Distinct rows that say something."""
+    rows_needed: Count
+    """Rows below which the limit cannot be reached."""
+    exceeded: bool
+
+
+class StageBlame(Record):
+    """Where a stage's accumulated error comes from, as RMS relative to the reference's rows."""
+
+    format: Number | None
+    """What the stage's own rounding point costs the reference."""
+    arithmetic: Number | None
+    """Error of the rows within the limit."""
+    fault: Number | None
+    """Error of the rows beyond the limit; 0 where there are none."""
+    input: Number | None
+    """Largest accumulated error among the stages this one reads; null where none was observed."""
+    output: Number | None
+    """Accumulated error of this stage: format aside, arithmetic and fault together."""
+
+
 class StageResult(Record):
     """One stage of one layer on one path."""
 
@@ -70,6 +109,8 @@ class StageResult(Record):
     accumulated: ErrorStats | None = None
     worst: tuple[WorstRow, ...] = ()
     detail: str | None = None
+    bias: tuple[BiasTest, ...] = ()
+    blame: StageBlame | None = None
 
 
 class Swaps(Record):
@@ -104,3 +145,4 @@ class LayerResult(Record):
     ratio: Count
     stages: tuple[StageResult, ...]
     topk: TopkResult | None = None
+    swap: SwapResult | None = None

@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 1 << 20
+from needlepoint.verify.tally import join_tallies, no_tally
+
+_BLOCK_ELEMENTS = 1 << 18
 """Elements of one temporary: comparisons go by blocks of rows so that memory stays bounded."""
 
 
@@ -31,6 +33,8 @@ class RowErrors:
         float64, reference and candidate value there (scales where the scale is at fault).
     scale_fault
         bool, whether the largest ratio is that of a scale.
+    tally
+        float64 ``[rows, columns]``, directions and widths (``tally.py``).
     """
 
     ratio: Tensor
@@ -41,6 +45,7 @@ class RowErrors:
     expected: Tensor
     found: Tensor
     scale_fault: Tensor
+    tally: Tensor
 
     @property
     def rows(self) -> int:
@@ -89,6 +94,7 @@ class RowErrors:
             error_norm=torch.hypot(self.error_norm, other.error_norm),
             reference_norm=torch.hypot(self.reference_norm, other.reference_norm),
             distance=torch.maximum(self.distance, other.distance),
+            tally=join_tallies(self.tally, other.tally),
             **picked,
         )
 
@@ -107,7 +113,13 @@ class RowErrors:
         return RowErrors(**{n: torch.cat([getattr(p, n) for p in parts]) for n in names})
 
 
-def worst_of(ratio: Tensor, found: Tensor, expected: Tensor, distance: Tensor) -> RowErrors:
+def worst_of(
+    ratio: Tensor,
+    found: Tensor,
+    expected: Tensor,
+    distance: Tensor,
+    tally: Tensor | None = None,
+) -> RowErrors:
     """Reduce the errors of elements, each [rows, n], to those of rows.
 
     Parameters
@@ -118,6 +130,8 @@ def worst_of(ratio: Tensor, found: Tensor, expected: Tensor, distance: Tensor) -
         float64 candidate and reference values.
     distance
         int64 distances.
+    tally
+        [rows, columns]; None where nothing was counted.
     """
     dim = ratio.argmax(1, keepdim=True)
     return RowErrors(
@@ -129,11 +143,12 @@ def worst_of(ratio: Tensor, found: Tensor, expected: Tensor, distance: Tensor) -
         expected=expected.gather(1, dim)[:, 0],
         found=found.gather(1, dim)[:, 0],
         scale_fault=torch.zeros_like(dim[:, 0], dtype=torch.bool),
+        tally=no_tally(len(ratio)) if tally is None else tally,
     )
 
 
 def row_blocks(rows: int, width: int) -> Iterator[slice]:
-    """Yield slices of rows that hold about a million elements each."""
+    """Yield slices of rows that hold about a quarter of a million elements each."""
     step = max(1, _BLOCK_ELEMENTS // max(1, width))
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))

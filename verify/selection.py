@@ -104,6 +104,16 @@ class PickErrors:
         """Return the rows with an invalid pick or a swap that nothing excuses, bool [rows]."""
         return (self.invalid > 0) | (self.counts[:, list(_FAULTS)].sum(1) > 0)
 
+    def unjustified(self) -> Tensor:
+        """Return the rows with an invalid pick or a swap that no score justifies, bool [rows]."""
+        return (self.invalid > 0) | (self.counts[:, [Swap.SELECTOR, Swap.UNKNOWN]].sum(1) > 0)
+
+    def gaps(self) -> Tensor:
+        """Return the gap of every justified swap that is no tie, in units of its bound."""
+        kind = self.swaps.kind
+        justified = (kind == Swap.EXPLAINED) | (kind == Swap.UPSTREAM)
+        return (self.swaps.gap / self.swaps.bound)[justified]
+
     @staticmethod
     def concatenate(parts: list[PickErrors]) -> PickErrors:
         """Return the judgement of consecutive blocks of rows as one.

@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from needlepoint.verify.bias import bias_note, bias_tests
+from needlepoint.verify.blame import stage_blame
 from needlepoint.verify.key_side import StageErrors
 from needlepoint.verify.limits import Limit
 from needlepoint.verify.result import (
@@ -25,6 +27,8 @@ from needlepoint.verify.row_errors import RowErrors
 from needlepoint.verify.rows import Rows
 from needlepoint.verify.spread import finite, not_finite, spread
 from needlepoint.verify.stages import COMPARED, STORED, TOPK
+from needlepoint.verify.tally import no_tally
+from needlepoint.verify.vacuity import limit_fault, limit_range, passing_limit
 
 WORST_ROWS = 16
 """Rows named per stage; every row's error is in the row file."""
@@ -40,7 +44,8 @@ def compared_stage(errors: StageErrors, rows: Rows, limit: Limit) -> StageResult
 
     The verdict is that of the local errors: a fault belongs to the stage where it was born. A stage
     also differs where no local error shows but the accumulated one leaves its bound, because then
-    something between two observed stages was lost.
+    something between two observed stages was lost, and where its rows are within the limit but all
+    err in one direction. A limit that cannot judge the stage gives no verdict.
 
     Parameters
     ----------
@@ -57,8 +62,13 @@ def compared_stage(errors: StageErrors, rows: Rows, limit: Limit) -> StageResult
     compared = errors.local.rows
     failed = errors.local.failed(limit.value)
     verdict: Verdict = DIFFER if bool(failed.any()) else MATCH
-    if compared != rows.total or compared == 0:
+    tests = bias_tests(errors, limit.value)
+    narrowest, widest = limit_range(errors)
+    detail = limit_fault(limit.value, narrowest, widest)
+    if compared != rows.total or compared == 0 or detail is not None:
         verdict = CANNOT_JUDGE
+    elif leaning := bias_note(tests):
+        verdict, detail = DIFFER, leaning
     return StageResult.model_validate(
         {
             "stage": stage,
@@ -67,10 +77,20 @@ def compared_stage(errors: StageErrors, rows: Rows, limit: Limit) -> StageResult
             "verdict": verdict,
             "rows_expected": rows.total,
             "rows_compared": compared,
-            "limit": StageLimit(value=limit.value, unit=limit.unit, derivation=limit.derivation),
+            "limit": StageLimit(
+                value=limit.value,
+                unit=limit.unit,
+                derivation=limit.derivation,
+                narrowest=narrowest,
+                widest=widest,
+                passing=passing_limit(_worst_error(errors), tests, narrowest, widest),
+            ),
             "local": stats(errors.local),
             "accumulated": stats(errors.accumulated),
             "worst": _worst(errors, rows, limit) if compared == rows.total else (),
+            "detail": detail,
+            "bias": tests,
+            "blame": stage_blame(errors, limit.value),
         }
     )
 
@@ -145,7 +165,14 @@ def zero_errors(rows: int) -> RowErrors:
     """Return the errors of rows in which nothing could differ, such as scores of no entries."""
     zero = torch.zeros(rows, dtype=torch.float64)
     count = torch.zeros(rows, dtype=torch.int64)
-    return RowErrors(zero, zero, zero, count, count, zero, zero, count.to(torch.bool))
+    fault = count.to(torch.bool)
+    return RowErrors(zero, zero, zero, count, count, zero, zero, fault, no_tally(rows))
+
+
+def _worst_error(errors: StageErrors) -> float:
+    """Return the largest row error, infinite where one is not a number."""
+    both = torch.cat((errors.local.ratio, errors.accumulated.ratio))
+    return float(both.nan_to_num(nan=math.inf).max()) if len(both) else 0.0
 
 
 def _stats(errors: RowErrors, limit: Limit, unit: str | None) -> ErrorStats:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from needlepoint.optimized.interface import PagedRows, QueryRows
-from needlepoint.reference.formats import Encoded, Format, decode, unpack_e2m1
+from needlepoint.reference.formats import Encoded, Format, ScaleKind, decode, unpack_e2m1
 from needlepoint.verify.pages import DecodedRows, open_pool
 
 _ELEMENT_OF_LAYOUT = {
@@ -107,7 +107,11 @@ def encoded_queries(query: QueryRows, fmt: Format) -> Encoded:
 
 def decoded_queries(query: QueryRows, fmt: Format) -> Tensor:
     """Return stored queries as float64 ``[tokens, heads, 128]``, scales applied."""
-    return decode(encoded_queries(query, fmt), fmt)
+    encoded = encoded_queries(query, fmt)
+    if encoded.scales is not None and encoded.scales.is_floating_point():
+        # A power of two may stand in an fp32 slot (vLLM, LMDeploy).
+        fmt = replace(fmt, scale=ScaleKind.FP32)
+    return decode(encoded, fmt)
 
 
 def unfolded_weights(query: QueryRows) -> Tensor:

@@ -57,10 +57,27 @@ def headline(result: Result) -> str:
                 f"found {exact_number(gate.found)} ({gate.candidate})"
             )
     gates = f", {_counted(len(result.gates), 'gate')} kept" if result.gates else ""
+    if not result.counts.expected and any(c.recall for c in result.candidates):
+        return shown + _recalled(result) + gates
     return shown + (
         f"{result.counts.compared} of {result.counts.expected} stages compared, "
         f"{_counted(len(result.candidates), 'candidate')}{gates}"
     )
+
+
+def _recalled(result: Result) -> str:
+    """Return one clause a candidate: hits, reference, and what the needles show."""
+    parts = []
+    for candidate in result.candidates:
+        recall = candidate.recall
+        if recall is None:
+            continue
+        shown: str = recall.conclusion
+        if shown == "not shown" and recall.detectable_drop is not None:
+            shown += f" (detectable drop {recall.detectable_drop:.3f})"
+        meant = recall.hits + recall.lost - recall.gained
+        parts.append(f"{candidate.name} {recall.hits} of {recall.rows}, reference {meant}: {shown}")
+    return "; ".join(parts)
 
 
 def details(result: Result) -> list[str]:
@@ -157,6 +174,8 @@ def _shortfall(result: Result) -> str:
     base = f"{counts.compared} of {counts.expected} stages compared"
     if not result.candidates:
         return "no candidate was run"
+    if not counts.expected and any(c.recall for c in result.candidates):
+        return _recalled(result)
     if counts.skipped:
         skipped = [
             f"{ref.candidate} layer {ref.layer} {ref.path}.{ref.stage}"

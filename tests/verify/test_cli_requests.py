@@ -19,7 +19,7 @@ from needlepoint.verify.commands import (
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.progress import NoProgress
 
-INPUT = InputRequest("synthetic:ties", "v4-pro", (2, 3), 640, 7)
+INPUT = InputRequest("synthetic:ties", "v4-pro", (2, 3), 640, 7, Path("weights"))
 STAGES = frozenset({("index", "stored")})
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -61,7 +61,16 @@ def test_verify_hands_everything_to_the_pipeline(
 
     assert output == "verify"
     assert spies["inputs"] == [
-        (("synthetic:ties",), {"model": "v4-pro", "layers": (2, 3), "tokens": 640, "seed": 7})
+        (
+            ("synthetic:ties",),
+            {
+                "model": "v4-pro",
+                "layers": (2, 3),
+                "tokens": 640,
+                "seed": 7,
+                "checkpoint": Path("weights"),
+            },
+        )
     ]
     assert [args for args, _ in spies["create"]] == [("a",), ("b",)]
     (args, options) = spies["verify"][0]

@@ -88,7 +88,7 @@ def test_arguments_out_of_range_are_refused(seed: int, index: int, longest: int)
 
 def test_tight_limits_raise_an_alarm_that_names_the_token(tmp_path: Path) -> None:
     path = tmp_path / "limits.toml"
-    path.write_text("scale = 1e-3\n")
+    path.write_text("[pooled]\nvalue = 0.02\n")
 
     outcome = judge_case(random_case(SEED, 1, LONGEST), Limits.load(path))
 

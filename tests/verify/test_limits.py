@@ -106,7 +106,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 def _constants() -> dict[str, Constant]:
     named = {k: v for k, v in vars(error_model).items() if isinstance(v, Constant)}
-    return named | {f"ACCUMULATORS[{name}]": c for name, c in ACCUMULATORS.items()}
+    return named | {f"ACCUMULATORS[{name.value}]": c for name, c in ACCUMULATORS.items()}
 
 
 def test_the_page_states_every_constant_with_its_value() -> None:

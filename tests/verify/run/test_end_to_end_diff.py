@@ -528,7 +528,7 @@ def test_limits_widen_what_is_derived_and_not_what_is_equal(
         scores[99, 3] *= 1.004
 
     edit(c, "layer0.index.scores.1", push)
-    Path("wide.toml").write_text("scale = 1e6\n")
+    Path("wide.toml").write_text("scale = 1e5\n")
 
     assert difference(cli, a, b, "--limits", "wide.toml").verdict == "differ"
     assert difference(cli, a, c, "--limits", "wide.toml").verdict == "match"

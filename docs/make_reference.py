@@ -1,0 +1,135 @@
+"""Make docs/reference/: the result from its JSON Schema, the Python interface from its docstrings.
+
+Run ``python docs/make_reference.py``; a test holds the pages to what it makes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from needlepoint.verify.output import shipped_schema
+
+FOLDER: Final = Path(__file__).parent / "reference"
+PUBLIC: Final = {
+    "needlepoint.optimized.interface": (
+        "Candidate",
+        "CandidateInfo",
+        "LayerInputs",
+        "CompressorInputs",
+        "QueryInputs",
+        "Observed",
+        "PagedRows",
+        "QueryRows",
+    ),
+    "needlepoint.optimized.candidates": ("create", "names"),
+    "needlepoint.verify.inputs": ("load_inputs", "Inputs"),
+    "needlepoint.verify.pipeline": ("verify", "PipelineOutput"),
+    "needlepoint.verify.output": ("load_result", "result_files", "shipped_schema"),
+    "needlepoint.verify.goldens": ("load_golden", "Loaded"),
+    "needlepoint.verify.pytest_judge": ("Judge",),
+}
+"""What other programs may rely on, by module."""
+
+
+def pages() -> dict[str, str]:
+    """Return the text of every page by file name."""
+    return {"result.md": result_page(), "python.md": python_page()}
+
+
+def result_page() -> str:
+    """Return the page of ``needlepoint.result/1``."""
+    schema = json.loads(shipped_schema())
+    lines = [
+        "# needlepoint.result/1",
+        "",
+        "Made from [the JSON Schema](../../verify/result.schema.json) by `docs/make_reference.py`.",
+        "[Verdicts](../verdicts.md) says what the figures mean. A field with a default may be",
+        "absent in results of earlier versions.",
+    ]
+    lines += _fields("The whole", schema)
+    for name, part in sorted(schema["$defs"].items()):
+        lines += _fields(name, part)
+    return "\n".join(lines) + "\n"
+
+
+def python_page() -> str:
+    """Return the page of the Python interface."""
+    lines = ["# Python interface", "", "Made from docstrings by `docs/make_reference.py`.", ""]
+    for module, listed in PUBLIC.items():
+        lines += [f"## `{module}`", ""]
+        for name in listed:
+            lines += _object(getattr(importlib.import_module(module), name), name)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _fields(title: str, part: dict[str, Any]) -> list[str]:
+    lines = ["", f"## {title}", "", *_said(part), "| field | type | holds |", "|---|---|---|"]
+    for name, field in part.get("properties", {}).items():
+        optional = "" if name in part.get("required", ()) else ", has a default"
+        text = " ".join(str(field.get("description", "")).split()).replace("|", "\\|")
+        lines.append(f"| `{name}` | {_type(field)}{optional} | {text} |")
+    return lines
+
+
+def _said(part: dict[str, Any]) -> list[str]:
+    text = str(part.get("description", "")).strip()
+    return [text.splitlines()[0], ""] if text else []
+
+
+def _type(field: dict[str, Any]) -> str:
+    if "$ref" in field:
+        return str(field["$ref"]).rsplit("/", 1)[-1]
+    if "anyOf" in field:
+        return " or ".join(_type(option) for option in field["anyOf"])
+    if "const" in field:
+        return f"`{field['const']}`"
+    if "enum" in field:
+        return " or ".join(f"`{value}`" for value in field["enum"])
+    if field.get("type") == "array":
+        if "prefixItems" in field:
+            return f"[{', '.join(_type(item) for item in field['prefixItems'])}]"
+        return f"list of {_type(field.get('items', {}))}"
+    if field.get("type") == "object":
+        return f"object of {_type(field.get('additionalProperties', {}))}"
+    return str(field.get("type", "any"))
+
+
+def _object(found: Any, name: str) -> list[str]:  # noqa: ANN401
+    lines = [f"### `{name}`", "", "```text"]
+    if inspect.isfunction(found):
+        lines.append(f"{name}{inspect.signature(found)}")
+        lines.append("")
+    lines += [*inspect.cleandoc(found.__doc__ or "").splitlines(), *_members(found), "```", ""]
+    return lines
+
+
+def _members(found: Any) -> Iterator[str]:  # noqa: ANN401
+    """Yield fields and documented methods of a class."""
+    if not inspect.isclass(found):
+        return
+    fields = getattr(found, "__dataclass_fields__", {})
+    if fields:
+        yield ""
+        yield from (f"{field.name}: {field.type}" for field in fields.values())
+    for name, member in vars(found).items():
+        if name.startswith("_") and name != "__call__":
+            continue
+        function = member.fget if isinstance(member, property) else member
+        if inspect.isfunction(function) and function.__doc__:
+            signature = "" if isinstance(member, property) else inspect.signature(function)
+            yield ""
+            yield f"{name}{signature}"
+            yield from (
+                f"    {line}".rstrip() for line in inspect.cleandoc(function.__doc__).splitlines()
+            )
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for file, text in pages().items():
+        (FOLDER / file).write_text(text)

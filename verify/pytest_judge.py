@@ -1,0 +1,312 @@
+"""What the pytest plugin's ``needlepoint_judge`` does: judge a candidate inside a test."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NoReturn, cast
+
+import pytest
+import torch
+
+from needlepoint.optimized.candidates import create
+from needlepoint.optimized.cuda_runtime import NoDevice, require_cuda
+from needlepoint.optimized.interface import (
+    Candidate,
+    CandidateInfo,
+    LayerInputs,
+    Observed,
+    StageKey,
+)
+from needlepoint.reference.profile import CONTRACTS
+from needlepoint.verify.gates import apply_gates, parse_gate
+from needlepoint.verify.inputs import load_inputs
+from needlepoint.verify.limits import Limits
+from needlepoint.verify.options import parse_contract, parse_layers, parse_stages
+from needlepoint.verify.pipeline import verify
+from needlepoint.verify.progress import NoProgress
+from needlepoint.verify.pytest_plugin import NO_DEVICE, VERDICT
+from needlepoint.verify.result import MATCH, Result
+from needlepoint.verify.summary import details, headline
+
+Named = str | Candidate | Callable[[], Candidate]
+"""A candidate, something that makes one, or the name of one."""
+
+KEYS: Final = (
+    "input",
+    "model",
+    "layers",
+    "tokens",
+    "seed",
+    "stages",
+    "contract",
+    "profile",
+    "gates",
+    "limits",
+)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line of pytest says; it goes before what a test says.
+
+    Attributes
+    ----------
+    profile, contract
+        In place of the test's own.
+    gates
+        Besides the test's own.
+    device
+        ``auto``, ``cpu`` or ``cuda``.
+    worker
+        Number of this xdist worker, which chooses the card.
+    """
+
+    profile: str | None
+    contract: str | None
+    gates: tuple[str, ...]
+    device: str
+    worker: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One judgement: options of ``needlepoint verify`` as a test spells them."""
+
+    input: str = "mini"
+    model: str | None = None
+    layers: str | None = None
+    tokens: int | None = None
+    seed: int | None = None
+    stages: str | None = None
+    contract: str = "bf16"
+    profile: str | None = None
+    gates: tuple[str, ...] = ()
+    limits: str | None = None
+
+
+class Judge:
+    """Judges candidates for one test; what the fixture ``needlepoint_judge`` is."""
+
+    def __init__(
+        self,
+        nodeid: str,
+        marked: Mapping[str, Any],
+        wishes: Wishes,
+        keep: Callable[[str, str], None],
+    ) -> None:
+        self._nodeid = nodeid
+        self._marked = marked
+        self._wishes = wishes
+        self._keep = keep
+
+    def __call__(self, candidate: Named, **options: Any) -> Result:  # noqa: ANN401
+        """Judge a candidate; return the result of a match and fail the test otherwise.
+
+        Parameters
+        ----------
+        candidate
+            A candidate, its class or another factory without arguments, or a name as for
+            ``needlepoint verify --candidate``.
+        **options
+            ``input``, ``model``, ``layers``, ``tokens``, ``seed``, ``stages``, ``contract``,
+            ``profile``, ``gates`` and ``limits``, each over the marker's.
+        """
+        try:
+            job = make_job({**self._marked, **options}, self._wishes)
+            made = self._make(candidate, job)
+            result = run_job(job, made)
+        except NoDevice as error:
+            self._without_device(str(error))
+        except ValueError as error:
+            pytest.fail(f"cannot judge: {error}\n{self._again()}", pytrace=False)
+        told = {"verdict": result.verdict, "headline": headline(result)}
+        self._keep(VERDICT, json.dumps(told))
+        line = {"test": self._nodeid, "result": result.model_dump(by_alias=True, mode="json")}
+        self._keep("result", json.dumps(line))
+        if result.verdict != MATCH:
+            pytest.fail(self._message(result, candidate, job), pytrace=False)
+        return result
+
+    def _make(self, candidate: Named, job: Job) -> Candidate:
+        """Return the candidate on the card of this worker, under the profile of the job."""
+        if self._wishes.device != "cpu" and torch.cuda.device_count() > 1:
+            torch.cuda.set_device(self._wishes.worker % torch.cuda.device_count())
+        made = _made(candidate)
+        if made.info.device == "cuda":
+            if self._wishes.device == "cpu":
+                raise NoDevice("--needlepoint-device cpu: tests that need a card are skipped")
+            if not torch.cuda.is_available():
+                require_cuda()
+        return made if job.profile is None else _Reprofiled(made, job.profile)
+
+    def _without_device(self, reason: str) -> NoReturn:
+        if self._wishes.device == "cuda":
+            pytest.fail(f"--needlepoint-device cuda: {reason}", pytrace=False)
+        self._keep(NO_DEVICE, reason)
+        pytest.skip(reason)
+
+    def _message(self, result: Result, candidate: Named, job: Job) -> str:
+        """Return verdict, stage and token, values, what it ran over, and how to see it again."""
+        given = result.input
+        lines = [headline(result), *(f"  {line}" for line in details(result))]
+        lines.append(
+            f"  input {given.name}, {given.tokens} tokens in {given.requests} requests, seed "
+            f"{given.seed}; contract {result.contract}"
+        )
+        replay = replay_command(candidate, job, _first_layer(result))
+        if replay is not None:
+            lines.append(f"  replay: {replay}")
+        return "\n".join([*lines, self._again()])
+
+    def _again(self) -> str:
+        return f"  run again: pytest {shlex.quote(self._nodeid)}"
+
+
+def _made(candidate: Named) -> Candidate:
+    if isinstance(candidate, str):
+        return create(candidate)
+    if hasattr(candidate, "run") and not inspect.isclass(candidate):
+        return cast(Candidate, candidate)
+    return cast(Callable[[], Candidate], candidate)()
+
+
+def make_job(options: Mapping[str, Any], wishes: Wishes) -> Job:
+    """Return the job of a test's options, with what the command line says.
+
+    Raises
+    ------
+    ValueError
+        For an option that there is not.
+    """
+    unknown = sorted(set(options) - set(KEYS))
+    if unknown:
+        raise ValueError(f"needlepoint option {unknown[0]!r}: expected one of {', '.join(KEYS)}")
+    given = dict(options)
+    layers = given.get("layers")
+    if layers is not None and not isinstance(layers, str):
+        own = [layers] if isinstance(layers, int) else list(layers)
+        given["layers"] = ",".join(map(str, own))
+    stages = given.get("stages")
+    if stages is not None and not isinstance(stages, str):
+        given["stages"] = ",".join(stages)
+    gates = given.get("gates", ())
+    given["gates"] = (*([gates] if isinstance(gates, str) else gates), *wishes.gates)
+    job = Job(**given)
+    return replace(
+        job,
+        profile=wishes.profile or job.profile,
+        contract=wishes.contract or job.contract,
+    )
+
+
+def run_job(job: Job, candidate: Candidate) -> Result:
+    """Judge one candidate.
+
+    Raises
+    ------
+    ValueError
+        If the input, a limit, a gate or the candidate cannot be used.
+    """
+    gates = tuple(parse_gate(text) for text in job.gates)
+    output = verify(
+        load_inputs(
+            job.input,
+            model=job.model,
+            layers=parse_layers(job.layers),
+            tokens=job.tokens,
+            seed=job.seed,
+        ),
+        [candidate],
+        contract=CONTRACTS[parse_contract(job.contract)],
+        limits=Limits.default() if job.limits is None else Limits.load(Path(job.limits)),
+        stages=parse_stages(job.stages),
+        progress=NoProgress(),
+    )
+    return apply_gates(output.result, gates)
+
+
+def replay_command(candidate: Named, job: Job, layer: int | None) -> str | None:
+    """Return the command line that judges the same; None where no command line can.
+
+    Parameters
+    ----------
+    candidate
+        What the test judged: a name, or a class or function of a module.
+    job
+        What it was judged over.
+    layer
+        The layer that differs first: errors do not pass between layers, so it is enough.
+    """
+    name = candidate if isinstance(candidate, str) else _importable(candidate)
+    if name is None or job.profile is not None:
+        return None
+    words = ["needlepoint", "verify", "--candidate", name, "--input", job.input]
+    layers = job.layers if layer is None else str(layer)
+    for option, value in (
+        ("--model", job.model),
+        ("--layers", layers),
+        ("--tokens", job.tokens),
+        ("--seed", job.seed),
+        ("--stages", job.stages),
+        ("--limits", job.limits),
+    ):
+        words += [] if value is None else [option, str(value)]
+    words += ["--contract", job.contract]
+    for gate in job.gates:
+        words += ["--gate", gate]
+    return _search_path(candidate) + shlex.join(words)
+
+
+def _importable(candidate: Any) -> str | None:  # noqa: ANN401
+    """Return ``module:name`` of a class or function that a command line can import."""
+    module, name = getattr(candidate, "__module__", None), getattr(candidate, "__qualname__", None)
+    if not (inspect.isclass(candidate) or inspect.isfunction(candidate)):
+        return None
+    if module is None or name is None or "<" in name or module == "__main__":
+        return None
+    return f"{module}:{name}"
+
+
+def _search_path(candidate: Any) -> str:  # noqa: ANN401
+    """Return the ``PYTHONPATH`` that finds a module which is not installed."""
+    if isinstance(candidate, str):
+        return ""
+    file = Path(inspect.getfile(candidate)).resolve()
+    depth = candidate.__module__.count(".")
+    folder = file.parents[depth]
+    if "site-packages" in folder.parts:
+        return ""
+    return f"PYTHONPATH={shlex.quote(os.path.relpath(folder))} "
+
+
+def _first_layer(result: Result) -> int | None:
+    layers: Iterable[int] = (
+        candidate.first_divergence.layer
+        for candidate in result.candidates
+        if candidate.first_divergence is not None
+    )
+    return next(iter(layers), None)
+
+
+@dataclass(frozen=True)
+class _Reprofiled:
+    """A candidate under another profile than the one that it declares."""
+
+    candidate: Candidate
+    profile: str
+
+    @property
+    def info(self) -> CandidateInfo:
+        return replace(self.candidate.info, profile=self.profile)
+
+    def stages(self, ratio: int) -> frozenset[StageKey]:
+        return self.candidate.stages(ratio)
+
+    def run(self, inputs: LayerInputs) -> Observed:
+        return self.candidate.run(inputs)
