@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.stats import binom, binomtest, t
+import scipy  # its parts load when first used: every command imports this module
 
 ALPHA = 0.05
 POWER = 0.8
@@ -68,7 +67,7 @@ def wilson(hits: int, rows: int, effect: float = 1.0) -> tuple[float, float] | N
     if rows == 0:
         return None
     if effect == 1.0:
-        interval = binomtest(hits, rows).proportion_ci(1 - ALPHA, method="wilson")
+        interval = scipy.stats.binomtest(hits, rows).proportion_ci(1 - ALPHA, method="wilson")
         return float(interval.low), float(interval.high)
     z, n, p = _normal(), rows / effect, hits / rows
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
@@ -80,7 +79,7 @@ def mcnemar_p(lost: int, gained: int) -> float:
     """Return the two-sided p of the exact McNemar test; 1 when no pair is discordant."""
     if lost + gained == 0:
         return 1.0
-    return float(binomtest(lost, lost + gained, 0.5).pvalue)
+    return float(scipy.stats.binomtest(lost, lost + gained, 0.5).pvalue)
 
 
 def cluster_p(differences: Sequence[int]) -> float:
@@ -159,7 +158,7 @@ def difference_interval(
     """
     if rows == 0 or (clusters is not None and clusters < 2):
         return None
-    z = _normal() if clusters is None else float(t.ppf(1 - ALPHA / 2, clusters - 1))
+    z = _normal() if clusters is None else float(scipy.stats.t.ppf(1 - ALPHA / 2, clusters - 1))
     b, c, n = gained / effect, lost / effect, rows / effect
 
     def excess(delta: float) -> float:
@@ -169,8 +168,8 @@ def difference_interval(
         return _tango(b, c, n, delta) + z
 
     middle, edge = (b - c) / n, 1 - 1e-12
-    low = brentq(excess, -edge, middle) if excess(-edge) > 0 else -1.0
-    high = brentq(below, middle, edge) if below(edge) < 0 else 1.0
+    low = scipy.optimize.brentq(excess, -edge, middle) if excess(-edge) > 0 else -1.0
+    high = scipy.optimize.brentq(below, middle, edge) if below(edge) < 0 else 1.0
     return float(low), float(high)
 
 
@@ -196,7 +195,11 @@ def detectable_drop(rows: int, effect: float = 1.0) -> float | None:
     needed = next(n for n in range(1, 64) if mcnemar_p(n, 0) < ALPHA)
     if count < needed:
         return None
-    return float(brentq(lambda d: binom.sf(needed - 1, count, d) - POWER, 1e-12, 1.0))
+    return float(
+        scipy.optimize.brentq(
+            lambda d: scipy.stats.binom.sf(needed - 1, count, d) - POWER, 1e-12, 1.0
+        )
+    )
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -227,7 +230,7 @@ def conclusion(
 
 
 def _normal() -> float:
-    return float(t.ppf(1 - ALPHA / 2, math.inf))
+    return float(scipy.stats.t.ppf(1 - ALPHA / 2, math.inf))
 
 
 def _tango(b: float, c: float, n: float, delta: float) -> float:
