@@ -71,7 +71,9 @@ Seed = Annotated[
     str | None,
     typer.Option(metavar="N", help="Seed of weights and synthetic input."),
 ]
-Device = Annotated[str, typer.Option(metavar="cpu", help="Where candidates run.")]
+Device = Annotated[
+    str, typer.Option(metavar="cpu|cuda", help="Which built-in candidates run where none is named.")
+]
 Stages = Annotated[
     str | None,
     typer.Option(metavar="pooled,index.stored", help="Stages to compare; default: all declared."),
@@ -178,7 +180,7 @@ def verify(
         scenario,
         seconds,
         seed=None if seed is None else parse_number("--seed", seed, 0),
-        candidates=parse_candidates(candidate or []),
+        candidates=parse_candidates(candidate or [], device),
         contract=parse_contract(contract),
         named=[option for option in ctx.params if _named(ctx, option)],
     )
@@ -195,7 +197,7 @@ def verify(
         return outputs.finish(driven.result, driven.rows)
     request = commands.VerifyRequest(
         input=_input(input, model, checkpoint, layers, tokens, seed, device),
-        candidates=parse_candidates(candidate or []),
+        candidates=parse_candidates(candidate or [], device),
         contract=parse_contract(contract),
         limits=limits,
         stages=parse_stages(stages),
@@ -234,7 +236,9 @@ def record(
     """Write the stages of the reference or of one candidate to a folder."""
     request = commands.RecordRequest(
         input=_input(input, model, checkpoint, layers, tokens, seed, device),
-        candidate=parse_recorded(candidate or [], contract_asked=_named(ctx, "contract")),
+        candidate=parse_recorded(
+            candidate or [], contract_asked=_named(ctx, "contract"), device=device
+        ),
         contract=parse_contract(contract),
         out=out,
         force=force,

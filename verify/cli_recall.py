@@ -15,6 +15,7 @@ from needlepoint.verify.inputs import load_inputs
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.options import (
     check_device,
+    on_device,
     parse_candidates,
     parse_contract,
     parse_layers,
@@ -95,7 +96,9 @@ def recall(
     seed: Annotated[
         str | None, typer.Option(metavar="N", help="Seed of prompts and pages.")
     ] = None,
-    device: Annotated[str, typer.Option(metavar="cpu", help="Where candidates run.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="Which candidates run where none is named.")
+    ] = "cpu",
     limits: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML: limits for causes.")
     ] = None,
@@ -190,7 +193,7 @@ def recall(
     )
     if svg is not None:
         check_writable(svg, force=force)
-    chosen = parse_candidates(candidate or DEFAULT_CANDIDATES)
+    chosen = parse_candidates(candidate or on_device(DEFAULT_CANDIDATES, device))
     grid = Grid(
         lengths=parse_lengths(lengths),
         depths=parse_depths(depths),

@@ -21,6 +21,7 @@ DEFAULT_CANDIDATES = (
     "emulated:fused-fp4",
     "emulated:unfused-bf16",
 )
+DEVICES = ("cpu", "cuda")
 CONTRACTS: tuple[Contract, ...] = get_args(Contract)
 MAX_LAYER = 9999
 REPEAT_GATE = "repeat.changed<=0"
@@ -47,7 +48,7 @@ class Table(BaseModel):
     layers: str | None = None
     tokens: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=0)
-    device: Literal["cpu"] | None = None
+    device: Literal["cpu", "cuda"] | None = None
     stages: str | None = None
     scenario: str | None = None
     seconds: int | None = Field(default=None, ge=1)
@@ -147,16 +148,29 @@ def parse_contract(text: str) -> Contract:
     raise ValueError(f"--contract {text!r}: expected one of {', '.join(CONTRACTS)}")
 
 
-def check_device(text: str) -> None:
-    """Refuse a device that no candidate of this version runs on.
+def on_device(names: Sequence[str], device: str) -> tuple[str, ...]:
+    """Return default candidates on a device: the ``cuda:`` ones have the names of the emulated.
 
     Raises
     ------
     ValueError
-        For anything but ``cpu``.
+        For a device that is neither ``cpu`` nor ``cuda``.
     """
-    if text != "cpu":
-        raise ValueError(f"--device {text!r}: expected cpu, where all its candidates run")
+    check_device(device)
+    prefix = "emulated:" if device == "cpu" else "cuda:"
+    return tuple(name.replace("emulated:", prefix) for name in names)
+
+
+def check_device(text: str) -> None:
+    """Refuse what is no device.
+
+    Raises
+    ------
+    ValueError
+        For anything but ``cpu`` and ``cuda``.
+    """
+    if text not in DEVICES:
+        raise ValueError(f"--device {text!r}: expected {' or '.join(DEVICES)}")
 
 
 def parse_number(option: str, text: str, least: int) -> int:
@@ -222,15 +236,15 @@ def parse_stages(text: str | None) -> frozenset[StageKey] | None:
     return frozenset(chosen)
 
 
-def parse_candidates(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the candidates to judge, the four emulated ones where none is named.
+def parse_candidates(names: Sequence[str], device: str = "cpu") -> tuple[str, ...]:
+    """Return the candidates to judge; where none is named, the four built-in ones of the device.
 
     Raises
     ------
     ValueError
-        Where a name is empty or comes twice.
+        Where a name is empty or comes twice, or for an unknown device.
     """
-    chosen = tuple(names) or DEFAULT_CANDIDATES
+    chosen = tuple(names) or on_device(DEFAULT_CANDIDATES, device)
     for name in chosen:
         if not name.strip():
             raise ValueError("--candidate '': expected a name such as emulated:fused-fp8")
@@ -239,7 +253,9 @@ def parse_candidates(names: Sequence[str]) -> tuple[str, ...]:
     return chosen
 
 
-def parse_recorded(names: Sequence[str], *, contract_asked: bool) -> str | None:
+def parse_recorded(
+    names: Sequence[str], *, contract_asked: bool, device: str = "cpu"
+) -> str | None:
     """Return the candidate to record, None for the reference.
 
     Parameters
@@ -248,12 +264,20 @@ def parse_recorded(names: Sequence[str], *, contract_asked: bool) -> str | None:
         What ``--candidate`` was given.
     contract_asked
         Whether a contract was named on the command line.
+    device
+        What ``--device`` says; the reference runs on the CPU.
 
     Raises
     ------
     ValueError
-        For more than one candidate, or a candidate with a contract: its arithmetic is its own.
+        For more than one candidate, a candidate with a contract (its arithmetic is its own), or
+        another device without a candidate.
     """
+    if not names and device != "cpu":
+        raise ValueError(
+            f"--device {device} without --candidate: the reference runs on the CPU; name a "
+            "candidate such as cuda:fused-bf16"
+        )
     if not names:
         return None
     if len(names) > 1:

@@ -197,7 +197,7 @@ def test_quiet_prints_the_verdict_line_only(
         (["verify", "--tokens", "-3"], "-3"),
         (["verify", "--tokens", "many"], "many"),
         (["verify", "--contract", "fp64"], "fp64"),
-        (["verify", "--device", "cuda"], "cuda"),
+        (["verify", "--device", "tpu"], "tpu"),
         (["verify", "--seed", "-1"], "-1"),
         (["verify", "--layers", "4-2"], "4-2"),
         (["verify", "--stages", "pooling"], "pooling"),

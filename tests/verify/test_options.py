@@ -74,7 +74,7 @@ def test_a_file_without_the_table_gives_no_defaults(text: str, tmp_path: Path) -
         ("contract = 'fp64'", "contract = 'fp64'"),
         ("candidate = 'a'", "candidate = 'a'"),
         ("candidate = [1]", r"candidate\.0 = 1"),
-        ("device = 'cuda'", "device = 'cuda'"),
+        ("device = 'tpu'", "device = 'tpu'"),
         ("force = 1", "force = 1"),
         ("json_ = 'r.json'", "unknown key 'json_'"),
     ],
@@ -154,6 +154,12 @@ def test_unknown_stages_are_refused(text: str) -> None:
 def test_candidates_default_to_the_emulated_ones() -> None:
     assert parse_candidates([]) == DEFAULT_CANDIDATES
     assert parse_candidates(["b", "a"]) == ("b", "a")
+    assert parse_candidates([], "cuda") == tuple(
+        name.replace("emulated", "cuda") for name in DEFAULT_CANDIDATES
+    )
+    assert parse_candidates(["a"], "cuda") == ("a",)
+    with pytest.raises(ValueError, match="'tpu': expected cpu or cuda"):
+        parse_candidates([], "tpu")
     with pytest.raises(ValueError, match="given twice"):
         parse_candidates(["a", "b", "a"])
     with pytest.raises(ValueError, match="expected a name"):
@@ -176,5 +182,7 @@ def test_one_candidate_is_recorded_or_the_reference() -> None:
     assert parse_recorded(["emulated:fused-fp8"], contract_asked=False) == "emulated:fused-fp8"
     with pytest.raises(ValueError, match="a recording holds one candidate; record each"):
         parse_recorded(["emulated:fused-fp8", "emulated:fused-fp4"], contract_asked=False)
+    with pytest.raises(ValueError, match="the reference runs on the CPU; name a candidate"):
+        parse_recorded([], contract_asked=False, device="cuda")
     with pytest.raises(ValueError, match="a contract is the arithmetic of the reference"):
         parse_recorded(["emulated:fused-fp8"], contract_asked=True)
