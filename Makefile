@@ -30,8 +30,9 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 # Every CUDA kernel for every architecture, one JSON line each; needs nvcc but no card.
+# ARCH=90a takes one architecture.
 kernels: $(VENV)/.installed
-	$(BIN)/python -m needlepoint.optimized.kernels --jobs $(JOBS)
+	$(BIN)/python -m needlepoint.optimized.kernels --jobs $(JOBS) $(if $(ARCH),--arch $(ARCH))
 
 # On a machine with a card: the GPU tests, then gpu-report.json and gpu-report.md.
 gpu-test: $(VENV)/.installed
