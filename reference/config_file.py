@@ -18,6 +18,9 @@ from needlepoint.reference.config import MODELS, ModelConfig
 MAX_BYTES = 1 << 20
 """A configuration is a few kilobytes; a larger file is something else."""
 
+_MOST = 1 << 24
+"""Every size of a model is far below; a larger one would be allocated before it is noticed."""
+
 _INTEGERS: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "dim"),
     "n_heads": ("num_attention_heads", "n_heads"),
@@ -163,6 +166,8 @@ class _ConfigFile:
         low = 0 if key == "original_length" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self._refuse(spelling, value, f"an integer of at least {low}")
+        if value > _MOST:
+            raise self._refuse(spelling, value, f"an integer of at most {_MOST}")
         return value
 
     def _number(self, key: str, spellings: tuple[str, ...]) -> float:
@@ -212,7 +217,8 @@ class _ConfigFile:
                 f"{self.path}: no compress_ratios or layer_types; the model needs a ratio for "
                 "each layer (defaults differ from the published schedule)"
             )
-        if not isinstance(types, list) or any(t not in _LAYER_TYPES for t in types):
+        names = isinstance(types, list) and all(isinstance(t, str) for t in types)
+        if not isinstance(types, list) or not names or any(t not in _LAYER_TYPES for t in types):
             raise self._refuse("layer_types", types, f"a list of {sorted(_LAYER_TYPES)}")
         table: dict[str, object] = {**_LAYER_TYPES, **(rates if isinstance(rates, dict) else {})}
         return [table[t] for t in types]

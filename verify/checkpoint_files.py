@@ -5,6 +5,7 @@ Only the headers of shards that hold a wanted tensor are read, and of those only
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,6 +37,23 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used; names the tensor or file and what was expected."""
 
 
+def inside(directory: Path, file: str) -> Path:
+    """Return the path of a file of a checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        Where a link leads out of the folder.
+    """
+    path = directory / file
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise CheckpointError(
+            f"{path}: is a link out of the checkpoint; give the folder that holds the files, "
+            "or copy it with `cp -rL`"
+        )
+    return path
+
+
 class Shards:
     """Which tensor is in which file.
 
@@ -58,7 +76,8 @@ class Shards:
             )
         self.directory = directory
         self._headers: dict[str, dict[str, HeaderEntry]] = {}
-        self._file_of = self._indexed() if (directory / INDEX_FILE).exists() else self._listed()
+        indexed = os.path.lexists(directory / INDEX_FILE)  # a broken link is no missing index
+        self._file_of = self._indexed() if indexed else self._listed()
 
     @property
     def names(self) -> Iterable[str]:
@@ -117,18 +136,13 @@ class Shards:
         CheckpointError
             Where it is missing or a link leads out.
         """
-        path = self.directory / file
-        if not path.resolve().is_relative_to(self.directory.resolve()):
-            raise CheckpointError(
-                f"{path}: is a link out of the checkpoint; give the folder that holds the files, "
-                "or copy it with `cp -rL`"
-            )
+        path = inside(self.directory, file)
         if not path.is_file():
             raise CheckpointError(f"{path}: shard is missing; the checkpoint is incomplete")
         return path
 
     def _indexed(self) -> dict[str, str]:
-        path = self.directory / INDEX_FILE
+        path = inside(self.directory, INDEX_FILE)
         try:
             index = parse_json(read_bounded(path, MAX_INDEX_BYTES), str(path))
         except ValueError as error:

@@ -164,6 +164,9 @@ def recall(
             "--html": html,
             "--markdown": markdown,
             "--svg": svg,
+            "--candidate": candidate,
+            "--layers": layers,
+            "--limits": limits,
         }
         for name, value in given.items():
             if value:
@@ -188,11 +191,12 @@ def recall(
             seed=number or 0,
         )
         return _probe(ctx, request, json, force=force, quiet=quiet)
+    for name, value in {"--resume": resume, "--api-model": api_model, "--body": body}.items():
+        if value:
+            raise ValueError(f"{name}: belongs to --server; name a server or leave it away")
     outputs = Outputs.create(
-        json, junitxml, gate or [], force=force, quiet=quiet, html=html, markdown=markdown
+        json, junitxml, gate or [], force=force, quiet=quiet, html=html, markdown=markdown, svg=svg
     )
-    if svg is not None:
-        check_writable(svg, force=force)
     chosen = parse_candidates(candidate or on_device(DEFAULT_CANDIDATES, device))
     grid = Grid(
         lengths=parse_lengths(lengths),

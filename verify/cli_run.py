@@ -60,8 +60,11 @@ class Outputs:
         quiet: bool,
         html: Path | None = None,
         markdown: Path | None = None,
+        svg: Path | None = None,
     ) -> Self:
         """Parse gates and check that every file of the run can be written.
+
+        ``svg`` is written by its caller and only checked here.
 
         Raises
         ------
@@ -71,7 +74,7 @@ class Outputs:
         parsed = tuple(parse_gate(text) for text in gates)
         outputs = cls(json, junitxml, parsed, force, quiet, html, markdown)
         paths = [] if json is None else [rows_path(json), json]
-        paths += [path for path in (junitxml, html, markdown) if path is not None]
+        paths += [path for path in (junitxml, html, markdown, svg) if path is not None]
         for path in paths:
             check_writable(path, force=force)
         resolved = [path.resolve() for path in paths]

@@ -34,8 +34,15 @@ class Dump:
         self.path = path
         file = path / MAPPING_FILE if path.is_dir() else path
         self.mapping: Mapping = load_mapping(file)
-        # The mapping is the user's own file: it may point to a dump elsewhere.
-        self._files = DumpFiles(file.parent / self.mapping.directory)
+        place = file.parent / self.mapping.directory
+        # A mapping that was named is the user's own and may point elsewhere; one that lies in the
+        # dump came with it and may not.
+        if path.is_dir() and not place.resolve().is_relative_to(path.resolve()):
+            raise DumpError(
+                f"{file}: directory {self.mapping.directory!r} leads out of the dump; name the "
+                "mapping file itself to allow that"
+            )
+        self._files = DumpFiles(place)
         self.info = CandidateInfo(
             name=self.mapping.name,
             format=self.mapping.format,

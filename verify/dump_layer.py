@@ -182,6 +182,10 @@ class LayerReader:
             base = replace(base, index=own) if path == INDEX else replace(base, main=own)
             self._brought.add((path, PROJECTED))
         q, weights = (self._token_rows(f"query.projected.{part}") for part in ("q", "weights"))
+        if (q is None) != (weights is None):
+            raise DumpError(
+                "query.projected.q and query.projected.weights go together; map both or neither"
+            )
         if base.query is not None and q is not None and weights is not None:
             query = replace(
                 base.query,
@@ -259,7 +263,9 @@ class LayerReader:
         self._brought.add((INDEX, "topk"))
         picks = rows.to(torch.int64)
         if self._mapping.picks == "entries":
-            return picks.to(torch.int32)
+            # Clamped, not wrapped: an entry that cannot exist stays one.
+            bounds = torch.iinfo(torch.int32)
+            return picks.clamp(bounds.min, bounds.max).to(torch.int32)
         if INDEX not in tables:
             raise DumpError('picks = "slots" needs [pages.index]: slots go back through its table')
         size = self._mapping.pages["index"].page_size
@@ -271,4 +277,6 @@ def _like(rows: Tensor, base: Tensor, what: str) -> Tensor:
     """Return rows in the recording's dtype; a bf16 number is the same number in fp32."""
     if rows.shape != base.shape:
         raise DumpError(f"{what}: shape {list(rows.shape)}, the recording has {list(base.shape)}")
+    if not rows.dtype.is_floating_point:
+        raise DumpError(f"{what}: dtype {rows.dtype}, expected floating point numbers")
     return rows.to(base.dtype)

@@ -67,6 +67,14 @@ def paged_rows(
         raise DumpError(
             f"{path} page table: {table.shape[1]} pages a request, expected {max(needed)}"
         )
+    for request, pages_used in enumerate(needed):
+        ids = table[request, :pages_used]
+        strange = ids[(ids < 0) | (ids >= len(flat))]
+        if len(strange):  # before the narrower type, in which a large id is another page
+            raise DumpError(
+                f"{path} page table: request {request} has page {int(strange[0])}, expected one of "
+                f"the {len(flat)} pages"
+            )
     tables = tuple(table[r, :n].to(torch.int32) for r, n in enumerate(needed))
     return PagedRows(pages.layout, flat, pages.page_size, tables, counts)
 

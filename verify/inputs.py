@@ -17,6 +17,7 @@ from needlepoint.reference.config import ModelConfig
 from needlepoint.reference.config_file import load_config
 from needlepoint.reference.weights import LayerWeights, random_layer_weights
 from needlepoint.verify.checkpoint import Checkpoint
+from needlepoint.verify.checkpoint_files import inside
 from needlepoint.verify.inputs_checks import check_hidden, choose_layers, tensor_digest
 from needlepoint.verify.recall_needles import RequestNeedle, kept_needles
 from needlepoint.verify.recordings import open_recording
@@ -148,7 +149,7 @@ def load_inputs(
         raise ValueError(f"seed {seed}: expected 0 to 2**63 - 1")
     kind, _, rest = source.partition(":")
     if model is None and checkpoint is not None and (checkpoint / CONFIG_FILE).is_file():
-        model = str(checkpoint / CONFIG_FILE)
+        model = str(inside(checkpoint, CONFIG_FILE))
     if kind == SYNTHETIC:
         drawn = _synthetic(source, rest or "gaussian", model, layers, tokens, seed or 0)
     else:

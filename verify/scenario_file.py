@@ -31,6 +31,8 @@ def load_scenario(path: Path) -> Scenario:
         possible is for :func:`needlepoint.verify.scenario_rules.check`.
     """
     try:
+        if path.exists() and not path.is_file():  # a device or a pipe has no end
+            raise ValueError(f"scenario {path}: is no file; expected a scenario in TOML")
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise ValueError(f"scenario {path}: {size} bytes, expected at most {MAX_BYTES}")

@@ -343,6 +343,11 @@ def cut(folder: Path) -> None:
         file.write_bytes(file.read_bytes()[:-100])
 
 
+def link_index(folder: Path) -> None:
+    (folder / INDEX_FILE).unlink()
+    (folder / INDEX_FILE).symlink_to(folder.parent / "nowhere.json")
+
+
 def link_out(folder: Path) -> None:
     file = folder / "model-00001-of-00002.safetensors"
     away = folder.parent / "away.safetensors"
@@ -356,6 +361,7 @@ def link_out(folder: Path) -> None:
         (lie, r"the file is truncated or its header lies"),
         (cut, r"the file is truncated or its header lies"),
         (link_out, "is a link out of the checkpoint"),
+        (link_index, "is a link out of the checkpoint"),
         (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "shard is missing"),
         (lambda f: edit_index(f, lambda t: t.update({WKV: "../x"})), "in the same folder"),
         (lambda f: edit_index(f, lambda t: t.update({WKV: "/etc/passwd"})), "in the same folder"),

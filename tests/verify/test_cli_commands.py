@@ -166,6 +166,24 @@ def test_existing_output_is_refused_before_the_run(
     assert load_result(tmp_path / "r.json") == matching
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recall", "--svg", "x", "--json", "x"], "named for two outputs"),
+        (["recall", "--resume", "journal"], "--resume: belongs to --server"),
+        (
+            ["recall", "--server", "http://127.0.0.1:9/v1", "--candidate", "emulated:fused-fp8"],
+            "--candidate: does not go with --server",
+        ),
+    ],
+)
+def test_options_of_recall_that_do_not_go_together(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(app, arguments) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_one_path_for_two_outputs_is_refused(
     pipeline: Callable[[Result], Calls], matching: Result, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,12 @@ def test_wrong_files_are_refused_by_name(old: str, new: str, message: str, tmp_p
     with pytest.raises(ValueError, match=message) as caught:
         load_scenario(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_pipe_is_no_scenario(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is no file; expected a scenario"):
+        load_scenario(tmp_path / "pipe")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from needlepoint.optimized.interface import INDEX, MAIN, Candidate, LayerInputs, Observed
+from needlepoint.verify.dump import Dump
 from needlepoint.verify.dump_align import align
 from needlepoint.verify.dump_files import DumpError, DumpFiles, tags
-from needlepoint.verify.dump_mapping import MAPPING_FILE, load_mapping
-from needlepoint.verify.dump_pages import entries_of
+from needlepoint.verify.dump_mapping import MAPPING_FILE, Pages, load_mapping
+from needlepoint.verify.dump_pages import entries_of, paged_rows
 from needlepoint.verify.output import load_result
 from needlepoint.verify.recordings import RecordingError, open_recording
 from needlepoint.verify.result import CandidateResult
@@ -521,9 +522,31 @@ def big_endian(folder: Path) -> None:
     np.save(folder / "x.npy", np.zeros(3, dtype=">f4"))
 
 
+def zip_as_npy(folder: Path) -> None:
+    np.savez(folder / "x.npz", np.zeros(3))
+    (folder / "x.npz").rename(folder / "x.npy")
+
+
+def deep_npy(folder: Path) -> None:
+    header = b"(" * 117 + b"\n"
+    (folder / "x.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + header)
+
+
+def empty_pickle(folder: Path) -> None:
+    with zipfile.ZipFile(folder / "x.pt", "w") as archive:
+        archive.writestr("x/data.pkl", b"")
+        archive.writestr("x/version", b"3")
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
+        (lambda f: torch.save(torch.zeros(1).expand(600, 10**9), f / "x.pt"), "the file has"),
+        (lambda f: torch.save(torch.zeros(2, device="meta"), f / "x.pt"), "x.pt: "),
+        (empty_pickle, r"x.pt: cannot be read"),
+        (zip_as_npy, r"x.npy: cannot be read"),
+        (deep_npy, r"x.npy: cannot be read"),
+        (lambda f: np.save(f / "x.npy", np.zeros(3, dtype=np.longdouble)), "little-endian"),
         (lying_npy, "expected an array of numbers"),
         (lying_safetensors, "truncated or its header lies"),
         (bomb_zip, "unpacks to 67108864 bytes"),
@@ -571,6 +594,52 @@ def test_a_mapping_may_point_elsewhere(tmp_path: Path) -> None:
         'requests = [8]\nlayers = [0]\ndirectory = "elsewhere"\n[rows]\n"main.pooled" = "p"\n'
     )
     assert load_mapping(path).directory == "elsewhere"
+
+
+def test_a_mapping_in_the_dump_may_not_point_out_of_it(tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    np.save(tmp_path / "secret" / "p.npy", np.zeros(3))
+    (tmp_path / "dump").mkdir()
+    text = (
+        'schema = "needlepoint.dump/1"\nname = "x"\nformat = "fp8"\nprofile = "vllm"\n'
+        'requests = [8]\nlayers = [0]\ndirectory = "../secret"\n[rows]\n"main.pooled" = "p"\n'
+    )
+    (tmp_path / "dump" / MAPPING_FILE).write_text(text)
+
+    with pytest.raises(DumpError, match="leads out of the dump; name the mapping file itself"):
+        Dump(tmp_path / "dump")
+    assert Dump(tmp_path / "dump" / MAPPING_FILE).mapping.directory == "../secret"
+
+
+def test_picks_that_a_narrow_integer_would_wrap_stay_wrong(
+    served: Callable[..., Served],
+    judged: Callable[..., tuple[int, CandidateResult]],
+    tmp_path: Path,
+) -> None:
+    run = served()
+    picks = run.observed.topk
+    assert picks is not None
+    far = picks.long() + (picks >= 0) * (1 << 32)
+    dump = write_dump(tmp_path / "picks", replace(run, observed=replace(run.observed, topk=far)))
+
+    code, result = judged(dump)
+
+    assert (code, compared(result)["index.topk"]) == (1, "differ")
+
+
+@pytest.mark.parametrize("shift", [1 << 32, -(1 << 32), 1 << 20, -1000])
+def test_page_ids_that_are_not_there_are_refused(served: Callable[..., Served], shift: int) -> None:
+    run = served()
+    paged = run.observed.stored[INDEX]
+    widest = max(len(table) for table in paged.page_table)
+    padded = [torch.nn.functional.pad(t, (0, widest - len(t))) for t in paged.page_table]
+    ids = torch.stack(padded).long() + shift
+    pages = Pages.model_validate(
+        {"tensor": "x", "table": "y", "layout": paged.layout, "page_size": paged.page_size}
+    )
+
+    with pytest.raises(DumpError, match=r"index page table: request 0 has page -?\d+, expected"):
+        paged_rows(paged.pool, ids, pages, INDEX, run.given)
 
 
 @settings(max_examples=30, deadline=None)
