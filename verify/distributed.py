@@ -80,6 +80,7 @@ def share_out(
     outcomes = judge(())
     with _terminable():
         try:
+            group.meet()
             outcomes = judge(shares[group.rank])
             group.publish("outcome", outcomes if group.rank and not together else [])
             if group.rank:
@@ -125,6 +126,28 @@ class _Group:
             ) from error
         store, rank, world = found
         return cls(store, int(rank), int(world))
+
+    def meet(self) -> None:
+        """Wait until every rank can be ended without a loss, before one may fail.
+
+        torchrun ends the others as soon as one dies; a rank that is still starting then would go
+        without a word.
+
+        Raises
+        ------
+        ValueError
+            If they do not come within :data:`JOIN_S`.
+        """
+        self.publish("ready", None)
+        wanted = [_key("ready", rank) for rank in range(self.world)]
+        end = time.monotonic() + JOIN_S
+        while not self._store.check(wanted):
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"torchrun announced {self.world} processes and not all came within "
+                    f"{JOIN_S:.0f} s; start the run again"
+                )
+            time.sleep(_POLL_S)
 
     def publish(self, what: str, value: object) -> None:
         """Tell the others something about this rank."""
