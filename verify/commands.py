@@ -102,6 +102,7 @@ def run_verify(request: VerifyRequest, progress: Progress) -> PipelineOutput:
     failures = Failures(
         inputs=inputs,
         candidates=candidates,
+        names=request.candidates,
         contract=CONTRACTS[request.contract],
         limits=limits,
         limits_file=request.limits,

@@ -27,6 +27,8 @@ class Failures:
     ----------
     inputs, candidates, contract, limits
         Of the run.
+    names
+        What the candidates are called on the command line; a candidate may call itself otherwise.
     limits_file, checkpoint
         Files that a replay has to name again; None where there were none.
     force
@@ -37,6 +39,7 @@ class Failures:
 
     inputs: Inputs
     candidates: Sequence[Candidate]
+    names: Sequence[str]
     contract: Arithmetic
     limits: Limits
     limits_file: Path | None
@@ -52,12 +55,13 @@ class Failures:
         ValueError
             If a recording cannot be written.
         """
-        for candidate, found in zip(self.candidates, result.candidates, strict=True):
+        runs = zip(self.candidates, self.names, result.candidates, strict=True)
+        for candidate, name, found in runs:
             layers = tuple(layer.layer for layer in found.layers if _differs(found, layer.layer))
             if not layers:
                 continue
             folder.mkdir(exist_ok=True)
-            out = folder / re.sub(r"[^A-Za-z0-9]+", "-", found.name).strip("-")
+            out = folder / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
             inputs = replace(self.inputs, layers=layers)
             record(
                 inputs,
@@ -81,7 +85,8 @@ class Failures:
         ValueError
             If the failure does not come back, or the recording cannot be written.
         """
-        for candidate, found in zip(self.candidates, result.candidates, strict=True):
+        runs = zip(self.candidates, self.names, result.candidates, strict=True)
+        for candidate, name, found in runs:
             where = found.first_divergence
             if where is None:
                 continue
@@ -92,6 +97,7 @@ class Failures:
                 options += ["--checkpoint", str(self.checkpoint)]
             failure = Failure(
                 candidate,
+                name,
                 where.layer,
                 (where.path, where.stage),
                 tuple(options),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +19,9 @@ from needlepoint.verify.result import SCHEMA, Result
 SCHEMA_FILE = "result.schema.json"
 MAX_RESULT_BYTES = 256 << 20
 """Refuse to parse anything larger; a result of 43 layers is a few MiB."""
+
+
+_SCHEMA_FIELD = re.compile(r'"schema"\s*:\s*"([^"]{1,100})"')
 
 
 def schema_text() -> str:
@@ -68,6 +72,12 @@ def load_result(path: Path) -> Result:
     try:
         return Result.model_validate_json(text)
     except ValidationError as error:
+        found = _SCHEMA_FIELD.search(text[:4096])
+        if found is not None and found[1] != SCHEMA:
+            raise ValueError(
+                f"result {path}: schema {found[1]!r}, this version reads {SCHEMA!r}; read it with "
+                "the version that wrote it, or a newer one"
+            ) from error
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "document"
         raise ValueError(

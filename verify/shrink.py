@@ -60,8 +60,8 @@ class Failure:
 
     Attributes
     ----------
-    candidate
-        Who fails.
+    candidate, name
+        Who fails, and what it is called on the command line.
     layer, key
         Where.
     options
@@ -71,6 +71,7 @@ class Failure:
     """
 
     candidate: Candidate
+    name: str
     layer: int
     key: StageKey
     options: tuple[str, ...] = ()
@@ -232,7 +233,7 @@ class Shrinker:
         given = LayerRun(inputs, failure.layer, Limits.default()).given
         stored = observe(failure.candidate, given).stored.values()
         words = ["needlepoint", "verify", "--input", str(out), "--layers", str(failure.layer)]
-        words += ["--candidate", failure.candidate.info.name, "--stages", ".".join(failure.key)]
+        words += ["--candidate", failure.name, "--stages", ".".join(failure.key)]
         return ShrinkResult.model_validate(
             {
                 "candidate": failure.candidate.info.name,

@@ -37,7 +37,7 @@ class Late:
 
     @property
     def info(self) -> CandidateInfo:
-        return replace(create("emulated:fused-fp8").info, name="test:late")
+        return replace(create("emulated:fused-fp8").info, name="what it calls itself")
 
     def stages(self, ratio: int) -> frozenset[StageKey]:
         return create("emulated:fused-fp8").stages(ratio)
