@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
-from rich.padding import Padding
+from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
+from needlepoint.verify.report_extra import titled
 from needlepoint.verify.report_tables import plain_table
 from needlepoint.verify.result import CandidateResult, Result
 from needlepoint.verify.result_base import Interval
@@ -25,7 +24,7 @@ def recall_parts(result: Result) -> Iterator[RenderableType]:
         return
     recall = found[0][1]
     title = f"Recall at k = {recall.k}, needles paired with the reference ({result.contract})"
-    yield _titled(title, recall.label, _summary(found))
+    yield titled(title, recall.label, _summary(found))
     for candidate, recall in found:
         parts: list[Table | str] = [_grid(recall), *_asides(recall)]
         if recall.misses:
@@ -33,28 +32,23 @@ def recall_parts(result: Result) -> Iterator[RenderableType]:
             parts += [f"causes: {counts}", *(_miss(m) for m in recall.misses[:MISSES_SHOWN])]
             rest = len(recall.misses) - MISSES_SHOWN
             parts += [f"and {rest} more in the result"] if rest > 0 else []
-        yield _titled(f"Recall of {candidate.name}: hits of needles (reference)", *parts)
+        yield titled(f"Recall of {candidate.name}: hits of needles (reference)", *parts)
     if any(m.rows for _, r in found for m in r.margins):
         title = "Hit rate by score margin, in units of each format's own score noise"
-        yield _titled(title, _margins(found))
+        yield titled(title, _margins(found))
     if any(r.cost is not None for _, r in found):
         cost = next(r.cost for _, r in found if r.cost is not None)
         title = (
             f"What index keys cost: bytes of one layer, tokens that fit with {cost.layers} layers,"
             f"\ntransients of scoring the end of {cost.prompt_tokens:,} tokens, recall difference"
         )
-        yield _titled(title, _costs(found))
+        yield titled(title, _costs(found))
 
 
 def _measured(result: Result) -> Iterator[tuple[CandidateResult, RecallResult]]:
     for candidate in result.candidates:
         if candidate.recall is not None:
             yield candidate, candidate.recall
-
-
-def _titled(title: str, *parts: Table | str) -> RenderableType:
-    lines = [Text(part) if isinstance(part, str) else part for part in parts]
-    return Group(Text(title), *(Padding(line, (0, 0, 0, 2), expand=False) for line in lines))
 
 
 def _summary(found: Sequence[tuple[CandidateResult, RecallResult]]) -> Table:

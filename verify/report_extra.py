@@ -22,15 +22,16 @@ def extra_parts(result: Result) -> Iterator[RenderableType]:
         for layer in candidate.layers:
             if layer.swap is not None:
                 title = f"Swaps of {candidate.name}, layer {layer.layer}: errors of the attention"
-                yield _titled(f"{title} output, picks lost", _swaps(layer.swap))
+                yield titled(f"{title} output, picks lost", _swaps(layer.swap))
     repeats = [line for candidate in result.candidates for line in _repeat(candidate)]
     if repeats:
-        yield _titled("Repeats", *repeats)
+        yield titled("Repeats", *repeats)
     if result.shrink is not None:
-        yield _titled("Smallest input that still differs", *_shrunk(result.shrink))
+        yield titled("Smallest input that still differs", *_shrunk(result.shrink))
 
 
-def _titled(title: str, *parts: Table | str) -> RenderableType:
+def titled(title: str, *parts: Table | str) -> RenderableType:
+    """Return a section of the report: a title, and tables or lines indented under it."""
     lines = [Text(part) if isinstance(part, str) else part for part in parts]
     return Group(Text(title), *(Padding(line, (0, 0, 0, 2), expand=False) for line in lines))
 
