@@ -13,10 +13,10 @@ from torch import Tensor
 
 from needlepoint.reference.parallel import for_each_block
 from needlepoint.reference.profile import Precision
-from needlepoint.reference.rounding import round_to
+from needlepoint.reference.rounding import round_computed
 
 _SPAN = 64  # queries that one thread takes at a time
-_QUERIES = 8  # queries whose rows are gathered together: they should stay near the cache
+_QUERIES = 16  # queries whose rows are gathered together: they should stay near the cache
 
 
 def all_visible(visible: Tensor, entries: int) -> Tensor:
@@ -130,7 +130,7 @@ def _attend(
     top = logits.amax(dim=-1, keepdim=True)
     p = (logits - top).exp_()
     total = p.sum(dim=-1, keepdim=True) + (sink.to(p.dtype).view(1, -1, 1) - top).exp()
-    p = round_to(p.to(torch.float64), precision).to(p.dtype)
+    p = round_computed(p, precision)
     split = near_rows.shape[0]
     values = torch.matmul(p[..., :split], near_rows) + torch.bmm(p[..., split:], far_rows)
     return values / total

@@ -24,6 +24,7 @@ from needlepoint.reference.rope import rope_frequencies, rope_rows
 from needlepoint.reference.stages import (
     ChunkStages,
     CompressedRows,
+    IndexStages,
     Projected,
     QueryProjections,
     QueryRows,
@@ -171,22 +172,56 @@ class ReferenceLayer:
                 f"tokens start at position {projected.first_position}, expected {start}: feed the "
                 "tokens of a request in order"
             )
-        visible = visible_entries(torch.arange(start, start + count), self.ratio)
         rope = self.rope(start, count)
-        index = self._index_rows(projected, state.index)
+        visible = visible_entries(torch.arange(start, start + count), self.ratio)
+        selected = self.select(projected, rope, state.index, keep_scores=keep_scores)
         main = self._main_rows(projected, state.main)
-        query = scores = topk = None
-        if projected.query is not None and state.index is not None:
-            query = self._query_rows(projected.query, rope)
-            scores, topk = self._select(query, state.index.rows.rows, visible, keep_scores)
         window = self.attention.window(projected, rope, state.window)
         attention = None
         if attend:
             rows = window[:0] if state.main is None else state.main.rows.rows
-            picks = all_visible(visible, len(rows)) if topk is None else topk
+            picks = all_visible(visible, len(rows)) if selected.topk is None else selected.topk
             attention = self.attention.attend(projected, rope, window, rows, picks)
         state.next_position = start + count
-        return ChunkStages(projected, index, main, query, scores, topk, attention)
+        return ChunkStages(
+            projected,
+            selected.index,
+            main,
+            selected.query,
+            selected.scores,
+            selected.topk,
+            attention,
+        )
+
+    def select(
+        self,
+        projected: Projected,
+        rope: Tensor,
+        state: KeyState | None,
+        *,
+        keep_scores: bool = False,
+    ) -> IndexStages:
+        """Compute the index path of the next tokens: keys, queries, scores and picks.
+
+        Parameters
+        ----------
+        projected
+            Projections of ``n`` consecutive tokens.
+        rope
+            float64 ``[n, pairs, 2]`` of :meth:`rope` at the tokens' positions.
+        state
+            Index keys of the request so far, advanced by ``n`` tokens; None without an indexer.
+        keep_scores
+            Whether to return all scores.
+        """
+        index = self._index_rows(projected, state)
+        if projected.query is None or state is None:
+            return IndexStages(index, None, None, None)
+        start = projected.first_position
+        visible = visible_entries(torch.arange(start, start + len(rope)), self.ratio)
+        query = self._query_rows(projected.query, rope)
+        scores, topk = self._select(query, state.rows.rows, visible, keep_scores)
+        return IndexStages(index, query, scores, topk)
 
     def _index_rows(self, projected: Projected, state: KeyState | None) -> CompressedRows | None:
         given, weights = projected.index, self.weights.index

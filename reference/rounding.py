@@ -36,3 +36,25 @@ def round_to(x: Tensor, precision: Precision) -> Tensor:
     if precision is Precision.FP32:
         return x.to(torch.float32).to(torch.float64)
     return round_to_bf16(x)
+
+
+def round_computed(x: Tensor, precision: Precision) -> Tensor:
+    """Round values in the type they were computed in; each is rounded once from that type.
+
+    Parameters
+    ----------
+    x
+        float32 or float64, any shape.
+    precision
+        Target precision; one at least as wide as ``x`` returns ``x`` itself.
+
+    Returns
+    -------
+    Tensor
+        Values of ``x``'s shape and dtype.
+    """
+    if precision is Precision.BF16:
+        return round_to_bf16(x)
+    if precision is Precision.FP32 and x.dtype == torch.float64:
+        return x.to(torch.float32).to(x.dtype)
+    return x

@@ -134,6 +134,22 @@ class QueryRows:
 
 
 @dataclass(frozen=True)
+class IndexStages:
+    """The indexer's stages of consecutive tokens of one request; None without an indexer.
+
+    Attributes
+    ----------
+    index, query, scores, topk
+        As in :class:`ChunkStages`.
+    """
+
+    index: CompressedRows | None
+    query: QueryRows | None
+    scores: Tensor | None
+    topk: Tensor | None
+
+
+@dataclass(frozen=True)
 class ChunkStages:
     """Every stage of consecutive tokens of one request.
 

@@ -16,6 +16,7 @@ from needlepoint.reference.attention import all_visible, sparse_attention
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.rope import rope_rows
 from needlepoint.verify.given import GivenLayer
+from needlepoint.verify.last_block import LastBlock
 from needlepoint.verify.row_errors import RowErrors, worst_of
 from needlepoint.verify.stage_blocks import Block
 from needlepoint.verify.stages import ATTENTION
@@ -39,27 +40,47 @@ class AttentionInputs:
     window: Tensor
 
 
-def attention_inputs(reference: ReferenceLayer, given: GivenLayer, block: Block) -> AttentionInputs:
-    """Return queries and window rows of a block.
+_QUERIES = ("projected", "normed", "roped", "rope_table")
+_WINDOW = (*_QUERIES, "main_nope", "main_rope")
+"""Rounding points that queries and window rows depend on."""
+
+
+class AttentionReads:
+    """Queries and window rows of one layer; profiles that agree on their rounding share them.
 
     Parameters
     ----------
-    reference
-        The layer under the profile.
     given
         The layer's projections.
-    block
-        The queries.
     """
-    first = max(0, block.start - reference.config.window_size + 1)
-    near = given.projected(block.request, first, block.stop)
-    rope = rope_rows(
-        reference.frequencies, torch.arange(first, block.stop), reference.arithmetic.rope_table
-    )
-    window = reference.key_side.window_rows(near.window, reference.weights.kv_norm, rope)
-    own = slice(block.start - first, None)
-    q = reference.attention.queries(near.latent[own], rope[own], block.start)
-    return AttentionInputs(q, window)
+
+    def __init__(self, given: GivenLayer) -> None:
+        self._given = given
+        self._queries: LastBlock[Tensor] = LastBlock()
+        self._windows: LastBlock[Tensor] = LastBlock()
+
+    def of(self, reference: ReferenceLayer, block: Block) -> AttentionInputs:
+        """Return queries and window rows of a block under the profile of ``reference``."""
+
+        def points(names: tuple[str, ...]) -> tuple[object, ...]:
+            return tuple(getattr(reference.arithmetic, name) for name in names)
+
+        first = max(0, block.start - reference.config.window_size + 1)
+        positions = torch.arange(first, block.stop)
+        rope = rope_rows(reference.frequencies, positions, reference.arithmetic.rope_table)
+
+        def queries() -> Tensor:
+            latent = self._given.latent_rows(block.request, block.start, block.stop)
+            return reference.attention.queries(latent, rope[block.start - first :], block.start)
+
+        def window() -> Tensor:
+            rows = self._given.window_rows(block.request, first, block.stop)
+            return reference.key_side.window_rows(rows, reference.weights.kv_norm, rope)
+
+        return AttentionInputs(
+            self._queries.of(block, points(_QUERIES), queries),
+            self._windows.of(block, points(_WINDOW), window),
+        )
 
 
 def attend(

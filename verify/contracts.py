@@ -11,8 +11,8 @@ from torch import Tensor
 from needlepoint.reference.config import ModelConfig
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import CONTRACTS, Arithmetic, Precision
-from needlepoint.reference.request import RequestState
-from needlepoint.reference.stages import ChunkStages, Projected
+from needlepoint.reference.request import KeyState
+from needlepoint.reference.stages import Projected
 from needlepoint.reference.weights import LayerWeights
 
 
@@ -64,12 +64,12 @@ class Contracts:
             )
             for name in names
         }
-        self._states: dict[str, RequestState] = {}
+        self._states: dict[str, KeyState | None] = {}
         self._keys: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def start_request(self) -> None:
         """Begin the next request."""
-        self._states = {name: layer.new_request() for name, layer in self._layers.items()}
+        self._states = {name: layer.new_request().index for name, layer in self._layers.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,6 +78,8 @@ class Contracts:
 
     def feed(self, name: str, hidden: Tensor, projected: Projected) -> ContractBlock | None:
         """Advance one contract by one block of tokens; contracts may be fed side by side.
+
+        Only what selects is computed: a contract prices scores and picks.
 
         Parameters
         ----------
@@ -89,12 +91,13 @@ class Contracts:
             Its projections, rounded to fp32; the exact contract makes its own.
         """
         layer, state = self._layers[name], self._states[name]
-        options = {"keep_scores": True, "attend": False}
-        if layer.arithmetic.projected is Precision.FP32:
-            stages = layer.forward_projected(projected, state, **options)
-        else:
-            stages = layer.forward(hidden, state, **options)
-        self._keep_keys(name, stages)
+        start = projected.first_position
+        if layer.arithmetic.projected is not Precision.FP32:
+            projected = layer.project_inputs(hidden, start)
+        rope = layer.rope(start, len(hidden))
+        stages = layer.select(projected, rope, state, keep_scores=True)
+        if stages.index is not None:
+            self._keys[name].append(stages.index.stored.values)
         if stages.scores is None or stages.topk is None:
             return None
         return ContractBlock(stages.scores, stages.topk)
@@ -102,10 +105,6 @@ class Contracts:
     def keys(self) -> Mapping[str, Tensor]:
         """Return the decoded index keys of everything fed so far: float64 ``[entries, 128]``."""
         return {name: torch.cat(parts) for name, parts in self._keys.items() if parts}
-
-    def _keep_keys(self, name: str, stages: ChunkStages) -> None:
-        if stages.index is not None:
-            self._keys[name].append(stages.index.stored.values)
 
 
 def compute_type(contract: Arithmetic) -> torch.dtype:

@@ -41,8 +41,7 @@ class GivenLayer:
 
     def projected(self, request: int, start: int, stop: int) -> Projected:
         """Return the projections of tokens ``start .. stop - 1`` of a request, float64."""
-        offset = sum(self.inputs.lengths[:request])
-        rows = slice(offset + start, offset + stop)
+        rows = self._rows(request, start, stop)
         query = self.inputs.query
         return Projected(
             first_position=start,
@@ -54,6 +53,18 @@ class GivenLayer:
             latent=_wide(self.latent[rows]),
             window=_wide(self.window[rows]),
         )
+
+    def latent_rows(self, request: int, start: int, stop: int) -> Tensor:
+        """Return the query latent of tokens ``start .. stop - 1`` of a request, float64."""
+        return _wide(self.latent[self._rows(request, start, stop)])
+
+    def window_rows(self, request: int, start: int, stop: int) -> Tensor:
+        """Return the window projections of the same tokens, float64."""
+        return _wide(self.window[self._rows(request, start, stop)])
+
+    def _rows(self, request: int, start: int, stop: int) -> slice:
+        offset = sum(self.inputs.lengths[:request])
+        return slice(offset + start, offset + stop)
 
 
 def given_layer(inputs: Inputs, layer: int, reference: ReferenceLayer) -> GivenLayer:

@@ -22,11 +22,13 @@ from needlepoint.optimized.interface import (
 )
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import BF16_CONTRACT, Arithmetic
-from needlepoint.verify.attention_side import attention_errors
+from needlepoint.verify.attention_side import AttentionReads, attention_errors
+from needlepoint.verify.block_reference import BlockReference, LayerReferences
 from needlepoint.verify.candidate_run import blamed
-from needlepoint.verify.contracts import ContractBlock, Contracts
+from needlepoint.verify.contracts import Contracts
 from needlepoint.verify.cost import CostTally, key_error
 from needlepoint.verify.given import given_layer
+from needlepoint.verify.heap import give_back
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.key_side import StageErrors
 from needlepoint.verify.limits import Limits
@@ -37,7 +39,7 @@ from needlepoint.verify.observed_judge import (
     judge_keys,
     read_layer_rows,
 )
-from needlepoint.verify.profile_side import KeyReferences, ProfileBlock, ProfileSide
+from needlepoint.verify.profile_side import KeyReferences, ProfileSide
 from needlepoint.verify.profiles import profile_of
 from needlepoint.verify.progress import Progress
 from needlepoint.verify.query_reference import RotatedQueries
@@ -49,6 +51,8 @@ from needlepoint.verify.stage_blocks import BUDGET_BYTES, Block, query_blocks
 from needlepoint.verify.stored_rows import StoredRows, replayable
 from needlepoint.verify.swap import SwapTally
 from needlepoint.verify.workers import Workers, workers
+
+_HEAP_BLOCKS = 8  # of queries; giving memory back costs a little
 
 CONTRACT_NAMES = ("exact", "bf16", "official")
 
@@ -158,9 +162,8 @@ class LayerRun:
         with workers() as pool:
             profiles = self._profiles([profile_of(c.info) for c, _ in candidates], pool)
             tallies = pool.map(lambda pair: self._start(*pair, profiles, swap), candidates)
-            for block in blocks:
-                self._judge_block(block, tallies, list(profiles.values()), contracts, pool)
-                progress.advance()
+            references = LayerReferences(self._given, contracts, profiles)
+            self._judge_blocks(blocks, tallies, references, pool, progress)
             keys = contracts.keys()
             return pool.map(lambda tally: self._finish(tally, keys), tallies)
 
@@ -171,10 +174,11 @@ class LayerRun:
         distinct = list(dict.fromkeys(arithmetics))
         keys = [references.of(arithmetic) for arithmetic in distinct]
         rotated = None if self.given.query is None else RotatedQueries(self.given)
+        reads = AttentionReads(self._given)
 
         def side(index: int) -> ProfileSide:
             reference = self._reference(distinct[index])
-            return ProfileSide(self._given, reference, keys[index], rotated)
+            return ProfileSide(self.given, reference, keys[index], rotated, reads)
 
         return dict(zip(distinct, pool.map(side, range(len(distinct))), strict=True))
 
@@ -199,59 +203,40 @@ class LayerRun:
             tally.swap = SwapTally(self.given, profile, observed, stored)
         return tally
 
-    def _judge_block(
+    def _judge_blocks(
         self,
-        block: Block,
+        blocks: Sequence[Block],
         tallies: Sequence[_Tally],
-        profiles: Sequence[ProfileSide],
-        contracts: Contracts,
+        references: LayerReferences,
         pool: Workers,
+        progress: Progress,
     ) -> None:
-        """Run reference and contracts over a block, then every candidate against them."""
-        if block.start == 0:
-            contracts.start_request()
-        projected = self._given.projected(block.request, block.start, block.stop)
-        hidden = self.given.hidden[block.rows]
-        meant: dict[str, ContractBlock] = {}
-        prepared: dict[Arithmetic, ProfileBlock] = {}
+        """Judge every candidate block by block; the next block's reference is computed beside."""
+        ready: BlockReference | None = None
+        for number, block in enumerate((*blocks, None), 1):
+            coming, tasks = (None, []) if block is None else references.next(block)
+            if ready is not None:
+                tasks += [partial(self._judge_candidate, tally, ready) for tally in tallies]
+            pool.run(tasks)
+            if ready is not None:
+                progress.advance()
+            ready = coming
+            if number % _HEAP_BLOCKS == 0:
+                give_back()
 
-        def feed(name: str) -> None:
-            found = contracts.feed(name, hidden, projected)
-            if found is not None:
-                meant[name] = found
-
-        def prepare(profile: ProfileSide) -> None:
-            prepared[profile.arithmetic] = profile.prepare(block)
-
-        pool.run(
-            [partial(feed, name) for name in contracts.names]
-            + [partial(prepare, profile) for profile in profiles]
-        )
-        pool.map(
-            lambda tally: self._judge_candidate(
-                tally, block, meant, prepared[tally.profile.arithmetic]
-            ),
-            tallies,
-        )
-
-    def _judge_candidate(
-        self,
-        tally: _Tally,
-        block: Block,
-        meant: Mapping[str, ContractBlock],
-        prepared: ProfileBlock,
-    ) -> None:
+    def _judge_candidate(self, tally: _Tally, reference: BlockReference) -> None:
+        block, prepared = reference.block, reference.profiles[tally.profile.arithmetic]
         if tally.swap is not None:
             with blamed(tally.name, self._layer):
                 tally.swap.add(block, prepared)
         picks = None
-        if tally.judge is not None:
+        if tally.judge is not None and prepared.query is not None:
             with blamed(tally.name, self._layer):
-                found = tally.judge.judge(block)
+                found = tally.judge.judge(block, prepared.query)
             tally.blocks.append(found)
             picks = found.candidate_picks
         if picks is not None:
-            for name, contract in meant.items():
+            for name, contract in reference.contracts.items():
                 cost = tally.costs.setdefault(name, CostTally())
                 cost.add_picks(picks, contract, block.visible, self.given.topk)
         own = tally.observed.attention

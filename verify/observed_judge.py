@@ -57,7 +57,9 @@ def judge_observed(
     reference = QueryReference(given, arithmetic, keys, RotatedQueries(given))
     judge = QueryJudge(given, observed, reference, stored.get(INDEX), limits)
     width = given.query.q.shape[1] * given.query.q.shape[2]
-    blocks = [judge.judge(b) for b in query_blocks(given.lengths, given.ratio, width)]
+    blocks = [
+        judge.judge(b, reference.block(b)) for b in query_blocks(given.lengths, given.ratio, width)
+    ]
     return Judgement(errors | joined_blocks(blocks), joined_picks(blocks))
 
 

@@ -13,11 +13,10 @@ from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.verify.attention_side import (
     AttentionInputs,
+    AttentionReads,
     attend,
     attention_errors,
-    attention_inputs,
 )
-from needlepoint.verify.given import GivenLayer
 from needlepoint.verify.key_side import KeyReference, key_reference, reference_rows
 from needlepoint.verify.observed_judge import key_paths
 from needlepoint.verify.query_reference import QueryReference, ReferenceBlock, RotatedQueries
@@ -74,29 +73,32 @@ class ProfileSide:
         Reference of each key path.
     rotated
         Rotated queries, shared by profiles; None for ratio 128.
+    reads
+        What attention reads besides rows and picks, shared by profiles.
     """
 
     def __init__(
         self,
-        given: GivenLayer,
+        given: LayerInputs,
         reference: ReferenceLayer,
         keys: Mapping[str, KeyReference],
         rotated: RotatedQueries | None,
+        reads: AttentionReads,
     ) -> None:
         self.arithmetic = reference.arithmetic
         self.keys = keys
         self.query: QueryReference | None = None
         if rotated is not None:
-            self.query = QueryReference(given.inputs, self.arithmetic, keys[INDEX], rotated)
-        self._given = given
+            self.query = QueryReference(given, self.arithmetic, keys[INDEX], rotated)
+        self._reads = reads
         self._reference = reference
         self._main_rows = reference_rows(keys[MAIN])
-        self._entries = Rows(given.inputs.lengths, given.inputs.ratio)
+        self._entries = Rows(given.lengths, given.ratio)
 
     def prepare(self, block: Block) -> ProfileBlock:
         """Run the reference over one block of queries."""
         query = None if self.query is None else self.query.block(block)
-        attention = attention_inputs(self._reference, self._given, block)
+        attention = self._reads.of(self._reference, block)
         rows = self._main_rows[self._entries.span(block.request)]
         picks = None if query is None else query.picks
         expected = attend(self._reference, attention, rows, picks, block)

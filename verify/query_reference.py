@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from needlepoint.reference.topk import select_topk
 from needlepoint.verify.bounds import ScoreBound, stored_enclosure
 from needlepoint.verify.enclosure import Enclosure, exact, query_rotated, rounding, weights
 from needlepoint.verify.key_side import KeyReference, given_table
+from needlepoint.verify.last_block import LastBlock
 from needlepoint.verify.rows import Rows
 from needlepoint.verify.stage_blocks import Block
 
@@ -47,7 +47,7 @@ class ReferenceBlock:
 
 
 class RotatedQueries:
-    """Queries of one layer after RoPE and Hadamard; the last block is kept for other profiles."""
+    """Queries of one layer after RoPE and Hadamard, shared by profiles."""
 
     def __init__(self, inputs: LayerInputs) -> None:
         if inputs.query is None:
@@ -55,22 +55,19 @@ class RotatedQueries:
         self._given = inputs.query
         self._scale = inputs.weight_scale
         self._table = inputs.rope_table.to(torch.float64)
-        self._kept: dict[tuple[object, ...], Enclosure] = {}
-        self._rows = slice(0, 0)
-        self._lock = Lock()
+        self._kept: LastBlock[Enclosure] = LastBlock()
 
     def query(self, block: Block, arithmetic: Arithmetic) -> Enclosure:
         """Return what the query store receives."""
         own = arithmetic.of_query
         key = (own.query_input, own.roped, own.rotated, own.hadamard, own.rope_table)
-        with self._lock:
-            if block.rows != self._rows:
-                self._kept, self._rows = {}, block.rows
-            if key not in self._kept:
-                table = given_table(self._table[block.positions].unsqueeze(1), own)
-                given = query_inputs(self._given.q[block.rows].to(torch.float64), own)
-                self._kept[key] = query_rotated(exact(given), table, own)
-            return self._kept[key]
+
+        def rotate() -> Enclosure:
+            table = given_table(self._table[block.positions].unsqueeze(1), own)
+            given = query_inputs(self._given.q[block.rows].to(torch.float64), own)
+            return query_rotated(exact(given), table, own)
+
+        return self._kept.of(block, key, rotate)
 
     def weights(self, block: Block, arithmetic: Arithmetic) -> Enclosure:
         """Return the head weights before their rounding point."""
@@ -108,13 +105,16 @@ class QueryReference:
         counts = Rows(inputs.lengths, inputs.ratio)
         self.keys = [stored.rows(counts.span(r)) for r in range(len(inputs.lengths))]
         self._bounds = [ScoreBound.of_keys(rows, arithmetic) for rows in self.keys]
-        self._last: tuple[slice, ReferenceBlock] | None = None
 
     def block(self, block: Block) -> ReferenceBlock:
-        """Return the reference of one block; the last one is kept."""
-        if self._last is None or self._last[0] != block.rows:
-            self._last = (block.rows, self._compute(block))
-        return self._last[1]
+        """Return the reference of one block."""
+        query = self._queries.query(block, self.arithmetic)
+        stored = stored_enclosure(query, self.arithmetic.index_query)
+        weight = self._queries.weights(block, self.arithmetic)
+        held = rounding(weight, self.arithmetic.weights)
+        request = block.request
+        scores, bound = self.score(block, stored, held, self.keys[request], self._bounds[request])
+        return ReferenceBlock(query, stored, weight, scores, bound, select_topk(scores, self._k))
 
     def score(
         self,
@@ -130,15 +130,6 @@ class QueryReference:
             query.value, weight.value, keys.value[:columns], block.visible, self._scoring
         )
         return scores, bound.of_queries(query, weight, columns)
-
-    def _compute(self, block: Block) -> ReferenceBlock:
-        query = self._queries.query(block, self.arithmetic)
-        stored = stored_enclosure(query, self.arithmetic.index_query)
-        weight = self._queries.weights(block, self.arithmetic)
-        held = rounding(weight, self.arithmetic.weights)
-        request = block.request
-        scores, bound = self.score(block, stored, held, self.keys[request], self._bounds[request])
-        return ReferenceBlock(query, stored, weight, scores, bound, select_topk(scores, self._k))
 
 
 def unrounded_fp32(arithmetic: Arithmetic) -> Arithmetic:

@@ -31,7 +31,7 @@ from needlepoint.verify.enclosure import exact, rounding
 from needlepoint.verify.error_model import LEAN, U
 from needlepoint.verify.key_side import StageErrors
 from needlepoint.verify.limits import Limits
-from needlepoint.verify.query_reference import QueryReference
+from needlepoint.verify.query_reference import QueryReference, ReferenceBlock
 from needlepoint.verify.row_errors import RowErrors
 from needlepoint.verify.rows import Rows
 from needlepoint.verify.selection import PickErrors, Swap, judge_picks
@@ -115,9 +115,8 @@ class QueryJudge:
             self._keys = [own.rows(counts.span(r)) for r in range(len(inputs.lengths))]
         self._bounds = [ScoreBound.of_keys(rows, reference.arithmetic) for rows in self._keys]
 
-    def judge(self, block: Block) -> BlockJudgement:
-        """Judge one block of queries."""
-        meant = self._reference.block(block)
+    def judge(self, block: Block, meant: ReferenceBlock) -> BlockJudgement:
+        """Judge one block of queries, given the reference's of the same block."""
         errors: dict[StageKey, StageErrors] = {}
         profile = self._reference.arithmetic
         query, weight = meant.stored, rounding(meant.weights, profile.weights)

@@ -169,7 +169,7 @@ class MissJudge:
             limits,
         )
         self._meant: ReferenceBlock = reference.block(given.block)
-        self._found: BlockJudgement = judge.judge(given.block)
+        self._found: BlockJudgement = judge.judge(given.block, self._meant)
 
     def cause(self, row: int, outcome: Outcome) -> Cause:
         """Return why row ``row`` missed a needle that the reference hits."""

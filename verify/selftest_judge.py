@@ -122,20 +122,6 @@ class Planted:
         return self.plant(replace(self.ground, given=inputs))
 
 
-class _KeptReference(QueryReference):
-    """The reference of the query side with every block kept, so that many can read it at once."""
-
-    def prepare(self, blocks: list[Block]) -> None:
-        """Compute every block."""
-        self._all: dict[int, ReferenceBlock] = {
-            b.rows.start: super(_KeptReference, self).block(b) for b in blocks
-        }
-
-    def block(self, block: Block) -> ReferenceBlock:
-        """Return a block that was prepared."""
-        return self._all[block.rows.start]
-
-
 class GroundJudge:
     """Judges what is planted on one sound run.
 
@@ -157,12 +143,12 @@ class GroundJudge:
         }
         self.query: QueryReference | None = None
         self.blocks: list[Block] = []
+        self._meant: list[ReferenceBlock] = []
         if given.query is not None:
             width = given.query.q.shape[1] * given.query.q.shape[2]
             self.blocks = list(query_blocks(given.lengths, given.ratio, width))
-            kept = _KeptReference(given, arithmetic, self.keys[INDEX], RotatedQueries(given))
-            kept.prepare(self.blocks)
-            self.query = kept
+            self.query = QueryReference(given, arithmetic, self.keys[INDEX], RotatedQueries(given))
+            self._meant = [self.query.block(block) for block in self.blocks]
 
     def planted(self, case: Case) -> Planted:
         """Return a candidate with a fault or control."""
@@ -194,15 +180,14 @@ class GroundJudge:
 
     def pair(self, name: str, observed: Observed) -> Pair | None:
         """Return the tensor of a stage and its reference, as other comparisons see them."""
-        reference = [] if self.query is None else [self.query.block(b) for b in self.blocks]
         arithmetic = needlepoint_profile(self.ground.key_format)
-        return pair_of(name, observed, self.ground.given, self.keys, reference, arithmetic)
+        return pair_of(name, observed, self.ground.given, self.keys, self._meant, arithmetic)
 
     def picks(self, observed: Observed) -> Pair | None:
         """Return the picks of a run and the reference's; None where there are none."""
         if observed.topk is None or self.query is None:
             return None
-        return observed.topk, torch.cat([self.query.block(b).picks for b in self.blocks])
+        return observed.topk, torch.cat([meant.picks for meant in self._meant])
 
     def _declared(self, case: Case) -> frozenset[StageKey]:
         given = self.ground.given
@@ -220,7 +205,7 @@ class GroundJudge:
         if self.query is None or not has_query_side(observed) or not _QUERY_PARTS & changed:
             return errors, None
         judge = QueryJudge(given, observed, self.query, stored.get(INDEX), self._limits)
-        blocks = [judge.judge(block) for block in self.blocks]
+        blocks = [judge.judge(*pair) for pair in zip(self.blocks, self._meant, strict=True)]
         return errors | joined_blocks(blocks), joined_picks(blocks)
 
     def _failed(self, errors: Mapping[StageKey, StageErrors], way: str) -> bool:

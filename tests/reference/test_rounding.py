@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from needlepoint.reference.profile import Precision
-from needlepoint.reference.rounding import round_to
+from needlepoint.reference.rounding import round_computed, round_to
 
 
 def test_float64_is_untouched() -> None:
@@ -31,3 +31,14 @@ def test_rounds_once(value: float, precision: Precision, wanted: float) -> None:
 def test_rounded_input_is_refused() -> None:
     with pytest.raises(ValueError, match=r"torch\.float32"):
         round_to(torch.ones(1), Precision.BF16)
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_computed_values_are_rounded_once_from_their_own_type(
+    dtype: torch.dtype, precision: Precision
+) -> None:
+    x = torch.tensor([1 + 2**-8 + 2**-20, 1 / 3, -(2.0**-130), 1 + 2**-8], dtype=dtype)
+    found = round_computed(x, precision)
+    assert found.dtype == dtype
+    assert torch.equal(found.to(torch.float64), round_to(x.to(torch.float64), precision))
