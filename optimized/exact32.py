@@ -35,9 +35,10 @@ def fma(a: npt.ArrayLike, b: npt.ArrayLike, c: npt.ArrayLike) -> F32:
     ndarray
         float32, of the broadcast shape.
     """
-    product = np.atleast_1d(np.multiply(a, b, dtype=np.float64))
-    result = round_sum(product, c)
-    return result.reshape(np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(c)))
+    product = np.asarray(np.multiply(a, b, dtype=np.float64))
+    if product.ndim:
+        return round_sum(product, c)
+    return round_sum(product[None], c).reshape(np.shape(c))
 
 
 def round_sum(product: F64, addend: npt.ArrayLike) -> F32:
@@ -55,8 +56,12 @@ def round_sum(product: F64, addend: npt.ArrayLike) -> F32:
     if total.size == 0:
         return narrow
     dropped = np.left_shift(total.view(np.int64), _MIDPOINT_SHIFT)
-    if dropped.min() == _MIDPOINT or np.abs(narrow).min() <= _SMALLEST_NORMAL:
-        _repair(narrow, total, product, addend)
+    size = np.abs(narrow)
+    if size.min() <= _SMALLEST_NORMAL:
+        unsafe = (dropped == _MIDPOINT) | ((size <= _SMALLEST_NORMAL) & (total != 0))
+        _repair(narrow, total, product, addend, unsafe)
+    elif dropped.min() == _MIDPOINT:
+        _repair(narrow, total, product, addend, dropped == _MIDPOINT)
     return narrow
 
 
@@ -68,16 +73,28 @@ def pair_tree(x: F32) -> F32:
     return total
 
 
-def _repair(narrow: F32, total: F64, product: F64, addend: npt.ArrayLike) -> None:
-    midpoint = np.left_shift(total.view(np.int64), _MIDPOINT_SHIFT) == _MIDPOINT
-    subnormal = (np.abs(total) < _SMALLEST_NORMAL) & (total != 0)
-    unsafe = midpoint | subnormal
-    if not unsafe.any():
-        return
-    s = total[unsafe]
-    p = np.broadcast_to(product, total.shape)[unsafe]
-    c = np.broadcast_to(np.asarray(addend, dtype=np.float64), total.shape)[unsafe]
-    narrow[unsafe] = _narrow(_round_to_odd(s, p, c))
+def _repair(
+    narrow: F32,
+    total: F64,
+    product: F64,
+    addend: npt.ArrayLike,
+    unsafe: npt.NDArray[np.bool_],
+) -> None:
+    """Round again, from the sum made odd, where ``unsafe`` and the float64 sum was inexact."""
+    where = np.flatnonzero(unsafe)
+    s, p, c = (_taken(x, total.shape, where) for x in (total, product, addend))
+    with np.errstate(invalid="ignore"):
+        rest = s - p
+        error = (p - (s - rest)) + (c - rest)  # exact: Knuth's two-sum
+    if error.any():  # most sums of few bits are exact, midpoints among them
+        narrow.put(where, _narrow(_made_odd(s, error)))
+
+
+def _taken(x: npt.ArrayLike, shape: tuple[int, ...], where: npt.NDArray[np.intp]) -> F64:
+    whole = np.asarray(x)
+    if whole.shape != shape:
+        whole = np.broadcast_to(whole, shape)
+    return whole.take(where).astype(np.float64)
 
 
 def _narrow(x: F64) -> F32:
@@ -85,11 +102,8 @@ def _narrow(x: F64) -> F32:
         return x.astype(np.float32)
 
 
-def _round_to_odd(s: F64, p: F64, c: F64) -> F64:
-    """Make s = fl64(p + c) odd in its last bit where the sum was inexact."""
-    with np.errstate(invalid="ignore"):
-        rest = s - p
-        error = (p - (s - rest)) + (c - rest)  # exact: Knuth's two-sum
+def _made_odd(s: F64, error: F64) -> F64:
+    """Make a sum odd in its last bit where it is inexact, by the error that it lacks."""
     bits = s.view(np.int64)
     step = np.where((error > 0) == (s > 0), 1, -1)  # away from zero or towards it
     even = (bits & 1) == 0

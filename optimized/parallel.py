@@ -26,7 +26,9 @@ def over_blocks(work: Callable[[Item], Result], blocks: Sequence[Item]) -> list[
         The first that a block raises.
     """
     workers = torch.get_num_threads()
-    if workers == 1 or len(blocks) <= 1:
+    if workers == 1:
+        return [work(block) for block in blocks]
+    if len(blocks) <= 1:
         with _one_thread_each():
             return [work(block) for block in blocks]
     with (

@@ -94,9 +94,9 @@ def pool(kv: F32, score: F32, ape: F32, masked: npt.NDArray[np.bool_] | None = N
     grouped = (kv.shape[0] // GROUP, GROUP, *kv.shape[1:])
     weights = e.reshape(grouped)
     products = np.multiply(e, kv, dtype=np.float64).reshape(grouped)
-    s = np.zeros((grouped[0], *grouped[2:]), np.float32)
-    v = np.zeros_like(s)
-    for slot in range(GROUP):
+    s = weights[:, 0]
+    v = (products[:, 0] + 0.0).astype(np.float32)  # exact products: one rounding, never -0
+    for slot in range(1, GROUP):
         s = s + weights[:, slot]
         v = round_sum(products[:, slot], v)
     return pair_tree(v) / pair_tree(s)

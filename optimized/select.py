@@ -27,16 +27,17 @@ def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
         int32 ``[n, k]``: entries in ascending order, then -1.
     """
     rows, entries = scores.shape
-    picks = torch.full((rows, k), -1, dtype=torch.int32)
-    if not entries:
+    entry = torch.arange(entries)
+    hidden = entry >= visible[:, None]
+    if entries <= k:  # whatever the scores, all that is visible is picked
+        picks = torch.full((rows, k), -1, dtype=torch.int32)
+        picks[:, :entries] = entry.to(torch.int32).masked_fill(hidden, -1)
         return picks
     bits = (scores + 0.0).view(torch.int32)  # -0 becomes +0
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-    entry = torch.arange(entries)
     key = (order << 32) + (entries - entry)
-    key.masked_fill_(entry >= visible[:, None], torch.iinfo(torch.int64).min)
-    chosen = torch.topk(key, min(k, entries), sorted=False).indices
+    key.masked_fill_(hidden, torch.iinfo(torch.int64).min)
+    chosen = torch.topk(key, k, sorted=False).indices
     chosen.masked_fill_(chosen >= visible[:, None], entries)
     chosen = chosen.sort(dim=1).values.to(torch.int32)
-    picks[:, : chosen.shape[1]] = chosen.masked_fill_(chosen == entries, -1)
-    return picks
+    return chosen.masked_fill_(chosen == entries, -1)

@@ -7,7 +7,7 @@ emulation and a kernel.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +62,8 @@ PAGE_TOKENS = 256
 """Tokens that one page covers: 64 rows at ratio 4, 2 at ratio 128."""
 
 
-def source_digest(modules: Iterable[str]) -> str:
+@cache  # the code that runs is the one that was loaded, whatever becomes of the files
+def source_digest(modules: tuple[str, ...]) -> str:
     """Return the SHA-256 over the named source files of this folder, in the given order.
 
     Parameters

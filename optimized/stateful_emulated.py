@@ -201,14 +201,11 @@ class EmulatedServer(RingServer):
             stored = STORES[self.key_format](hadamard(row))
         else:
             stored = store_bf16(row) if self.key_format == "bf16" else store_main_fp8(row)
-        for number in np.unique(windows.part):
-            own = windows.part == number
-            place = batch.parts[number].place
-            for run in _runs(windows.entry[own]):
-                first = int(windows.entry[own][run.start])
-                rows = StoredRows(stored.values[own][run], stored.scales[own][run])
-                paged = self.paged(path, place, first + len(rows.values))
-                write_rows(paged, 0, first, rows)
+        for run in _runs(windows):
+            place = batch.parts[windows.part[run.start]].place
+            first = int(windows.entry[run.start])
+            rows = StoredRows(stored.values[run], stored.scales[run])
+            write_rows(self.paged(path, place, first + len(rows.values)), 0, first, rows)
 
     def _query_side(self, batch: StepBatch) -> StepOutput:
         if batch.query is None:
@@ -269,7 +266,9 @@ class EmulatedServer(RingServer):
         return out.masked_fill_(entry >= visible[:, None], -torch.inf)
 
 
-def _runs(entries: I64) -> list[slice]:
-    """Return the runs of consecutive entries."""
-    cuts = [0, *(np.flatnonzero(np.diff(entries) != 1) + 1).tolist(), len(entries)]
+def _runs(windows: Windows) -> list[slice]:
+    """Return the runs of consecutive entries of one part."""
+    part, entry = windows.part, windows.entry
+    breaks = (part[1:] != part[:-1]) | (entry[1:] != entry[:-1] + 1)
+    cuts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(entry)]
     return [slice(a, b) for a, b in pairwise(cuts)]

@@ -15,6 +15,7 @@ from needlepoint.optimized.stateful import CacheSpec, LayerParameters
 from needlepoint.optimized.stateful_cache import new_cache
 from needlepoint.optimized.stateful_emulated import EmulatedServer
 from needlepoint.verify import faults_servers as servers
+from needlepoint.verify import faults_servers_drafts as drafts
 from needlepoint.verify import faults_servers_state as state
 from needlepoint.verify.scenario import (
     Accept,
@@ -133,13 +134,13 @@ FAULTS: Final[tuple[ScenarioFault, ...]] = (
     fault("padding-stored", "I", servers.PaddingStored, Pad(2, "back"), _both(8, 9), log="C05"),
     fault("rope-from-call", "I", servers.EntryPosition, Prefill(("a",), (8,)),
           Prefill(("a",), (8,)), log="I04"),
-    fault("drafts-kept", "J", servers.DraftsKept, Prefill(("a",), (5,)), Draft(("a",), (2,)),
+    fault("drafts-kept", "J", drafts.DraftsKept, Prefill(("a",), (5,)), Draft(("a",), (2,)),
           Accept(("a",), (0,)), Prefill(("a",), (3,)), log="J05 K04"),
-    fault("rejected-visible", "J", servers.RejectedVisible, Prefill(("a",), (6,)),
+    fault("rejected-visible", "J", drafts.RejectedVisible, Prefill(("a",), (6,)),
           Draft(("a",), (3,)), Accept(("a",), (0,)), Prefill(("a",), (3,)), log="J03"),
-    fault("drafts-blind", "J", servers.DraftsBlind, Prefill(("a",), (6,)), Draft(("a",), (4,)),
+    fault("drafts-blind", "J", drafts.DraftsBlind, Prefill(("a",), (6,)), Draft(("a",), (4,)),
           Accept(("a",), (4,)), log="J09 J03"),
-    fault("ring-too-short", "J", servers.ShortRing, Prefill(("a",), (7,)), Draft(("a",), (8,)),
+    fault("ring-too-short", "J", drafts.ShortRing, Prefill(("a",), (7,)), Draft(("a",), (8,)),
           Accept(("a",), (0,)), Prefill(("a",), (5,)), log="J05 K11"),
     fault("prefix-stale", "K", state.StalePrefix, Prefill(("a",), (30,)), Fork("b", "a", 6),
           Prefill(("b",), (4,)), log="K01 K06"),

@@ -20,7 +20,12 @@ from needlepoint.reference.norm import rms_norm
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.reference.rope import rope_rows
 from needlepoint.reference.rounding import round_to
+from needlepoint.reference.topk import select_topk
+from needlepoint.verify.recall_outcomes import Outcome, needle_entries
 from needlepoint.verify.recall_rows import GivenRows
+
+PRICED = 8
+"""Needles of one prompt whose attention is computed; the others have a cause and a rank."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,33 @@ class PickPrices:
         pooled = round_to(pool(taps), arithmetic.pooled)
         rope = rope_rows(layer.frequencies, entries * 4, arithmetic.rope_table)
         return layer.key_side.window_rows(pooled, weights.norm, rope)
+
+
+class Prices:
+    """Prices of picks in one request, at most :data:`PRICED` of them."""
+
+    def __init__(
+        self,
+        given: GivenRows,
+        contract: Arithmetic,
+        picks: Tensor,
+        reference: Tensor,
+        main: Tensor | None,
+    ) -> None:
+        self._prices = PickPrices(given, contract, main)
+        self._picks, self._ratio = picks.to(torch.int64), given.inputs.ratio
+        self._meant = select_topk(reference, given.inputs.topk).to(torch.int64)
+        self._left = PRICED
+
+    def of(self, row: int, outcome: Outcome) -> PickPrice | None:
+        """Return the price of one row; None once enough were computed."""
+        if not self._left:
+            return None
+        self._left -= 1
+        own, meant = self._picks[row], self._meant[row]
+        legal = (own >= 0) & (own < outcome.visible)
+        needle = needle_entries(outcome.needle, self._ratio, outcome.visible)
+        return self._prices.of(row, needle, own[legal], meant[meant >= 0])
 
 
 def _extra(x: Tensor) -> Tensor:

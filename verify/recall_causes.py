@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -39,17 +39,16 @@ from needlepoint.verify.query_reference import QueryReference, ReferenceBlock, R
 from needlepoint.verify.query_side import BlockJudgement, QueryJudge
 from needlepoint.verify.recall_outcomes import Outcome, needle_entries, reachable
 from needlepoint.verify.recall_rows import GivenRows
+from needlepoint.verify.result_recall import ATTENUATED as ATTENUATED
+from needlepoint.verify.result_recall import CAUSES as CAUSES
+from needlepoint.verify.result_recall import CORRUPTED as CORRUPTED
+from needlepoint.verify.result_recall import OUTRANKED as OUTRANKED
+from needlepoint.verify.result_recall import UNREACHABLE as UNREACHABLE
+from needlepoint.verify.result_recall import UPSTREAM as UPSTREAM
+from needlepoint.verify.result_recall import CauseName as CauseName
 from needlepoint.verify.selection import Swap
 from needlepoint.verify.stages import QUERIES, SCORES, STORED, TOPK, WEIGHTS
 from needlepoint.verify.stored_rows import StoredRows, read_stored, replayable
-
-CauseName = Literal["unreachable", "upstream", "corrupted", "outranked", "attenuated"]
-UNREACHABLE: Final = "unreachable"
-UPSTREAM: Final = "upstream"
-CORRUPTED: Final = "corrupted"
-OUTRANKED: Final = "outranked"
-ATTENUATED: Final = "attenuated"
-CAUSES: Final[tuple[CauseName, ...]] = (UNREACHABLE, UPSTREAM, CORRUPTED, OUTRANKED, ATTENUATED)
 
 _BLAMED: Final[tuple[StageKey, ...]] = ((QUERY, QUERIES), (QUERY, WEIGHTS), (INDEX, SCORES))
 

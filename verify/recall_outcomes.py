@@ -73,6 +73,11 @@ def reachable(needle: Needle, ratio: int, visible: int) -> bool:
     return (needle.stop - 1) // ratio < visible
 
 
+def smaller_ks(k: int) -> tuple[int, ...]:
+    """Return k, and a half, a quarter and an eighth of it, where margins get thin."""
+    return tuple(dict.fromkeys(max(1, k >> shift) for shift in range(4)))
+
+
 def outcomes(
     setting: Setting,
     layer: int,

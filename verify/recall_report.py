@@ -11,7 +11,7 @@ from needlepoint.verify.report_extra import titled
 from needlepoint.verify.report_tables import plain_table
 from needlepoint.verify.result import CandidateResult, Result
 from needlepoint.verify.result_base import Interval
-from needlepoint.verify.result_recall import RecallCell, RecallMiss, RecallResult
+from needlepoint.verify.result_recall import ATTENUATED, RecallCell, RecallMiss, RecallResult
 from needlepoint.verify.summary import number, short
 
 MISSES_SHOWN = 5
@@ -27,6 +27,8 @@ def recall_parts(result: Result) -> Iterator[RenderableType]:
     yield titled(title, recall.label, _summary(found))
     for candidate, recall in found:
         parts: list[Table | str] = [_grid(recall), *_asides(recall)]
+        if recall.causes and ATTENUATED not in recall.causes:
+            parts.append("attention lost on picked needles: not judged, no main rows")
         if recall.misses:
             counts = ", ".join(f"{n} {cause}" for cause, n in recall.causes.items() if n)
             parts += [f"causes: {counts}", *(_miss(m) for m in recall.misses[:MISSES_SHOWN])]

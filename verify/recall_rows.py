@@ -24,7 +24,7 @@ from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.linear import project
 from needlepoint.reference.norm import rms_norm
 from needlepoint.reference.profile import BF16_CONTRACT, Arithmetic, Precision
-from needlepoint.reference.rope import rope_frequencies, rope_table
+from needlepoint.reference.rope import rope_frequencies, rope_rows
 from needlepoint.reference.rounding import round_to
 from needlepoint.reference.topk import visible_entries
 from needlepoint.reference.weights import CompressorWeights, LayerWeights
@@ -34,7 +34,7 @@ from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.query_side import query_rows
 from needlepoint.verify.stage_blocks import Block
 
-CHUNK = 4096
+CHUNK = 1024
 """Tokens projected at once: transients do not grow with the prompt."""
 
 
@@ -111,10 +111,11 @@ def given_rows(
     ValueError
         If the layer has no indexer, or a state is not finite.
     """
-    if weights.index is None or weights.index_wq_b is None or weights.weights_proj is None:
+    ratio = config.ratio(layer)
+    if ratio != 4 or weights.index is None:
         raise ValueError(
-            f"layer {layer} has ratio {config.ratio(layer)} and no indexer; recall needs layers of "
-            "ratio 4"
+            f"layer {layer} has ratio {ratio}; recall needs layers of ratio 4, with a compressor "
+            "and an indexer"
         )
     index = _compressor(hidden, weights.index, BF16_CONTRACT)
     q, w = query_projections(config, weights, hidden, positions, BF16_CONTRACT)
@@ -126,7 +127,7 @@ def given_rows(
         index=index,
         main=index,
         query=QueryInputs(q.to(torch.float32), w.to(torch.float32)),
-        rope_table=rope_table(frequencies, len(hidden), Precision.FP32).to(torch.float32),
+        rope_table=_rope_table(frequencies, len(hidden)),
         norm_eps=config.norm_eps,
         topk=config.index_topk,
         weight_scale=config.index_weight_scale,
@@ -173,6 +174,14 @@ def _compressor(
     return CompressorInputs(
         rows["kv"], rows["score"], weights.ape.to(torch.float32), weights.norm.to(torch.float32)
     )
+
+
+def _rope_table(frequencies: Tensor, length: int) -> Tensor:
+    table = torch.empty(length, len(frequencies), 2)
+    for start in range(0, length, CHUNK):
+        positions = torch.arange(start, min(start + CHUNK, length))
+        table[positions] = rope_rows(frequencies, positions, Precision.FP32).to(torch.float32)
+    return table
 
 
 def query_projections(

@@ -15,23 +15,24 @@ from torch import Tensor
 from needlepoint.optimized.interface import INDEX, MAIN, Candidate, Observed
 from needlepoint.reference.config import ModelConfig
 from needlepoint.reference.profile import Arithmetic
-from needlepoint.reference.topk import select_topk
 from needlepoint.reference.weights import LayerWeights
 from needlepoint.verify.candidate_run import blamed
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.progress import Progress
-from needlepoint.verify.recall_attention import PickPrice, PickPrices
+from needlepoint.verify.recall_attention import PickPrice, Prices
 from needlepoint.verify.recall_causes import ATTENUATED, Cause, explain, mapped_rows
 from needlepoint.verify.recall_margins import MarginTally
 from needlepoint.verify.recall_needles import Needle
-from needlepoint.verify.recall_outcomes import Outcome, Setting, needle_entries, outcomes
+from needlepoint.verify.recall_outcomes import (
+    Outcome,
+    Setting,
+    outcomes,
+    smaller_ks,
+)
 from needlepoint.verify.recall_reference import reference_scores
 from needlepoint.verify.recall_rows import ComputesRows, GivenRows, candidate_rows, given_rows
 from needlepoint.verify.stored_rows import replayable
 from needlepoint.verify.workers import workers
-
-PRICED = 8
-"""Misses of one prompt whose attention is computed; the others have a cause and a rank."""
 
 ATTENUATION = 0.5
 """A picked needle with less than this part of its attention left is reported as attenuated."""
@@ -99,17 +100,15 @@ class Gathered:
         Needles of a controlled margin.
     row_bytes
         Bytes that one index key takes in its pages; None without pages.
+    main_rows
+        Whether it handed back main rows, by which alone attention can be judged.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     margins: MarginTally = field(default_factory=MarginTally)
     row_bytes: float | None = None
-
-
-def smaller_ks(k: int) -> tuple[int, ...]:
-    """Return k, and a half, a quarter and an eighth of it, where margins get thin."""
-    return tuple(dict.fromkeys(max(1, k >> shift) for shift in range(4)))
+    main_rows: bool = False
 
 
 def run_prompts(
@@ -243,7 +242,8 @@ def judge_prompt(
     main = None
     if MAIN in own.stored:
         main = replayable(mapped_rows(own.stored[MAIN], width=given.config.head_dim).rows.values)
-    prices = _Prices(given, contract, picks, reference, main)
+        gathered.main_rows = True
+    prices = Prices(given, contract, picks, reference, main)
     for row, outcome in missed:
         price = prices.of(row, outcome) if outcome.reference_hits[k] else None
         gathered.misses.append(Miss(outcome, causes[row], price))
@@ -261,33 +261,6 @@ def masked(scores: Tensor, visible: Tensor) -> Tensor:
     return wide.masked_fill(torch.arange(scores.shape[1]) >= visible.unsqueeze(1), -torch.inf)
 
 
-class _Prices:
-    """Prices of picks in one request, at most :data:`PRICED` of them."""
-
-    def __init__(
-        self,
-        given: GivenRows,
-        contract: Arithmetic,
-        picks: Tensor,
-        reference: Tensor,
-        main: Tensor | None,
-    ) -> None:
-        self._prices = PickPrices(given, contract, main)
-        self._picks, self._ratio = picks.to(torch.int64), given.inputs.ratio
-        self._meant = select_topk(reference, given.inputs.topk).to(torch.int64)
-        self._left = PRICED
-
-    def of(self, row: int, outcome: Outcome) -> PickPrice | None:
-        """Return the price of one row; None once enough were computed."""
-        if not self._left:
-            return None
-        self._left -= 1
-        own, meant = self._picks[row], self._meant[row]
-        legal = (own >= 0) & (own < outcome.visible)
-        needle = needle_entries(outcome.needle, self._ratio, outcome.visible)
-        return self._prices.of(row, needle, own[legal], meant[meant >= 0])
-
-
 def join(parts: Iterable[Gathered]) -> Gathered:
     """Return what several prompts or layers said of one candidate."""
     whole = Gathered()
@@ -296,4 +269,5 @@ def join(parts: Iterable[Gathered]) -> Gathered:
         whole.misses += part.misses
         whole.margins.merge([part.margins])
         whole.row_bytes = part.row_bytes if whole.row_bytes is None else whole.row_bytes
+        whole.main_rows |= part.main_rows
     return whole

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -53,6 +54,7 @@ class Pairs:
         return cls(len(hits), sum(hits), sum(reference), lost, gained)
 
 
+@cache
 def wilson(hits: int, rows: int, effect: float = 1.0) -> tuple[float, float] | None:
     """Return the 95 % Wilson interval of a rate; None without rows.
 
@@ -75,6 +77,7 @@ def wilson(hits: int, rows: int, effect: float = 1.0) -> tuple[float, float] | N
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+@cache
 def mcnemar_p(lost: int, gained: int) -> float:
     """Return the two-sided p of the exact McNemar test; 1 when no pair is discordant."""
     if lost + gained == 0:
@@ -173,6 +176,7 @@ def difference_interval(
     return float(low), float(high)
 
 
+@cache
 def detectable_drop(rows: int, effect: float = 1.0) -> float | None:
     """Return the smallest drop that this many needles show with power 0.8 at alpha 0.05.
 

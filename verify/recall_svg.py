@@ -1,8 +1,8 @@
 """Heat maps and curves of recall as SVG, for reports.
 
 :func:`heat_map` and :func:`curve` return one ``<svg>`` element each, without scripts, links or
-outside fonts, so that a page can hold them as they are; :func:`recall_svg` stacks all of a result.
-Numbers stand in the picture: colour repeats them.
+outside fonts, so that a page can hold them as they are, whatever the colour of its text;
+:func:`recall_svg` stacks all of a result. Numbers stand in the picture: colour repeats them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from needlepoint.verify.result import Result
 from needlepoint.verify.result_recall import RecallCell, RecallMargin, RecallResult
 
 _CELL_WIDTH, _CELL_HEIGHT, _LEFT, _TOP = 96, 34, 96, 52
+_LIGHT = 0.42
+"""Rate whose colour black and white text stand out from alike."""
 _FONT = 'font-family="sans-serif" font-size="12"'
 
 
@@ -120,14 +122,12 @@ def _cell(cell: RecallCell, x: float, y: float) -> str:
     note = "" if cell.exercised else ", not exercised"
     interval = "" if cell.ci95 is None else f", 95 % [{cell.ci95[0]:.3f}, {cell.ci95[1]:.3f}]"
     middle = x + _CELL_WIDTH / 2
-    dark = "#000" if rate > 0.35 or not cell.exercised else "#fff"
+    ink = "#000" if rate > _LIGHT or not cell.exercised else "#fff"
     return (
         f'<g><rect x="{x}" y="{y}" width="{_CELL_WIDTH - 2}" height="{_CELL_HEIGHT - 2}"'
         f' fill="{fill}"/><title>{cell.hits} of {cell.rows}{meant}{interval}{note}</title>'
-        + _text(
-            middle, y + 14, f"{rate:.2f}" if cell.exercised else "not exercised", "middle", dark
-        )
-        + _text(middle, y + 27, f"{cell.hits}/{cell.rows}", "middle", dark)
+        + _text(middle, y + 14, f"{rate:.2f}" if cell.exercised else "not exercised", "middle", ink)
+        + _text(middle, y + 27, f"{cell.hits}/{cell.rows}", "middle", ink)
         + "</g>"
     )
 
@@ -138,7 +138,7 @@ def _colour(rate: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * rate):02x}" for a, b in zip(low, high, strict=True))
 
 
-def _text(x: float, y: float, text: str, anchor: str, fill: str = "#000") -> str:
+def _text(x: float, y: float, text: str, anchor: str, fill: str = "currentColor") -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{fill}">{escape(text)}</text>'
 
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from statistics import median
 
-from needlepoint.verify.recall_causes import CAUSES
+from needlepoint.verify.recall_causes import ATTENUATED, CAUSES
 from needlepoint.verify.recall_margins import MARGINS
 from needlepoint.verify.recall_outcomes import Outcome
 from needlepoint.verify.recall_run import Gathered, Miss
@@ -68,7 +68,7 @@ def recall_result(gathered: Gathered, k: int, distractors: int, label: str) -> R
         mcnemar_p=p,
         detectable_drop=detectable_drop(pairs.rows, effect or 1.0),
         cells=_cells(gathered.outcomes),
-        causes=_causes(gathered.misses, distractors),
+        causes=_causes(gathered, distractors),
         label=label,
         k=k,
         distractors=distractors,
@@ -146,9 +146,13 @@ def _cells(outcomes: Sequence[Outcome]) -> tuple[RecallCell, ...]:
     return tuple(cells)
 
 
-def _causes(misses: Sequence[Miss], distractors: int) -> dict[str, int]:
-    counts = Counter(m.cause.cause for m in misses if m.outcome.setting.distractors == distractors)
-    return {cause: counts[cause] for cause in CAUSES}
+def _causes(gathered: Gathered, distractors: int) -> dict[str, int]:
+    """Count causes; one that could not be judged is left out, for 0 would say that it was."""
+    counts = Counter(
+        m.cause.cause for m in gathered.misses if m.outcome.setting.distractors == distractors
+    )
+    judged = [c for c in CAUSES if c != ATTENUATED or gathered.main_rows]
+    return {cause: counts[cause] for cause in judged}
 
 
 def _aside(outcomes: Sequence[Outcome], k: int) -> RecallAside:

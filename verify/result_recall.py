@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
 from needlepoint.verify.result_base import Count, Interval, Number, Path, Record, StageName
+
+CauseName = Literal["unreachable", "upstream", "corrupted", "outranked", "attenuated"]
+UNREACHABLE: Final = "unreachable"
+UPSTREAM: Final = "upstream"
+CORRUPTED: Final = "corrupted"
+OUTRANKED: Final = "outranked"
+ATTENUATED: Final = "attenuated"
+CAUSES: Final[tuple[CauseName, ...]] = (UNREACHABLE, UPSTREAM, CORRUPTED, OUTRANKED, ATTENUATED)
 
 
 class RecallCell(Record):

@@ -26,12 +26,13 @@ class Event:
         """Return the event as words: ``prefill a 21, b 5``."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         requests = named.pop("requests", ())
-        values = [named.pop(name) for name in ("tokens", "keep") if name in named]
+        numbers = [named.pop(name) for name in ("tokens", "keep") if name in named]
         words = [
-            " ".join([request, *(str(value[i]) for value in values if i < len(value))])
+            " ".join([_shown(request), *(str(own[i]) for own in numbers if i < len(own))])
             for i, request in enumerate(requests)
         ]
-        words += [str(v) if name == "request" else f"{name} {v}" for name, v in named.items()]
+        for name, value in named.items():
+            words.append(_shown(value) if name == "request" else f"{name} {_shown(value)}")
         return f"{kind_of(self)} {', '.join(words)}"
 
 
@@ -144,6 +145,14 @@ KINDS: Final[Mapping[str, type[Event]]] = {
         Split,
     )
 }
+
+
+def _shown(value: object) -> str:
+    """Return a value as a message may print it: a file can say anything, a terminal obeys some."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)
+
+
 CALLS: Final = (Prefill, Decode, Draft)
 """Events that are a call; padding and ranks are said of the next one."""
 

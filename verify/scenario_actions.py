@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,3 +107,8 @@ class Action:
     before: View | None = None
     after: View | None = None
     drafted: int = 0
+
+    @cached_property
+    def words(self) -> str:
+        """The event as messages name it."""
+        return f"event {self.index} ({self.event.describe()})"

@@ -10,6 +10,8 @@ from typing import Final
 from needlepoint.optimized.candidates import create
 from needlepoint.optimized.interface import Candidate
 from needlepoint.optimized.stateful import StatefulCandidate
+from needlepoint.verify.atomic import write_files
+from needlepoint.verify.failures_saved import check_failures_folder
 from needlepoint.verify.options import parse_number
 from needlepoint.verify.pipeline import PipelineOutput
 from needlepoint.verify.profiles import profile_of
@@ -124,10 +126,8 @@ def run_scenarios(request: ScenarioRequest, progress: Progress) -> PipelineOutpu
         run = ScenarioRun(tally, candidates, gaps, request.seed, None)
         return scenario_output(run, request.contract)
     scenario = load_scenario(Path(request.source))
-    progress.start("scenario", 1)
     tally = Tally()
-    tally.run(scenario, serving)
-    progress.advance()
+    tally.run(scenario, serving, progress=progress)
     gaps = _gaps(candidates, serving, tally)
     run = ScenarioRun(tally, candidates, gaps, scenario.seed, scenario)
     return scenario_output(run, request.contract)
@@ -152,10 +152,33 @@ def _gaps(
     return gaps
 
 
-def failure_files(result: Result, folder: Path) -> dict[Path, bytes]:
-    """Return the failing histories of a result as files of a folder, one a candidate."""
+def check_failures(folder: Path | None, *, force: bool) -> None:
+    """Refuse a folder for failing histories before the run, not after it.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be written, or holds histories already and ``force`` is not set.
+    """
+    if folder is None:
+        return
+    check_failures_folder(folder)
+    held = sorted(folder.glob("scenario-*.toml")) if folder.exists() else []
+    if held and not force:
+        raise ValueError(
+            f"--save-failures {folder}: holds {held[0].name} already; pass --force to overwrite "
+            "histories, or name another folder"
+        )
+
+
+def save_failures(result: Result, folder: Path | None, *, force: bool) -> None:
+    """Write the failing histories of a result as files of a folder, one a candidate."""
     found = () if result.scenario is None else result.scenario.failing
-    return {
+    if folder is None or not found:
+        return
+    folder.mkdir(exist_ok=True)
+    files = {
         folder / f"scenario-{number}.toml": failure.history.encode()
         for number, failure in enumerate(found)
     }
+    write_files(files, force=force)

@@ -72,8 +72,9 @@ def parse_scenario(text: str) -> Scenario:
             values[field.name] = _typed(field.name, given[field.name], kind)
     if "name" not in values:
         raise ValueError("name is missing")
-    if not _LINE.fullmatch(str(values["name"])):
-        raise ValueError(f"name {values['name']!r}: expected one line without quotes")
+    name = str(values["name"])
+    if not (_LINE.fullmatch(name) and name.isprintable()):
+        raise ValueError(f"name {name!r}: expected one printable line without quotes")
     return Scenario(
         requests=tuple(_request(i, table) for i, table in enumerate(requests)),
         events=tuple(_event(i, table) for i, table in enumerate(events)),

@@ -50,39 +50,36 @@ class Guard:
     """
 
     def __init__(self, cache: Cache, geometry: dict[str, PoolGeometry]) -> None:
-        self._cache = cache
         self._geometry = geometry
-        self._pools = {
-            path: [_bytes(p).copy() for p in pools] for path, pools in cache.pools.items()
-        }
-        self._state = {path: _bytes(state).copy() for path, state in cache.state.items()}
+        self._pools = {path: [_Watched(p) for p in pools] for path, pools in cache.pools.items()}
+        self._state = {path: _Watched(state) for path, state in cache.state.items()}
 
     def check(self, owned: Iterable[Owned]) -> str | None:
         """Return what changed without an owner, in words, or None; then forget it."""
-        now = {path: [_bytes(p) for p in pools] for path, pools in self._cache.pools.items()}
-        state = {path: _bytes(rows) for path, rows in self._cache.state.items()}
+        for pools in self._pools.values():
+            for pool in pools:
+                pool.look()
+        for state in self._state.values():
+            state.look()
         for part in owned:
-            for path in now:
-                self._allow(path, part, now[path][part.pool])
-                if part.slot is not None and path in state:
-                    self._state[path][part.slot] = state[path][part.slot]
-        for path, pools in now.items():
+            for path, pools in self._pools.items():
+                self._allow(path, part, pools[part.pool])
+            if part.slot is not None:
+                for state in self._state.values():
+                    state.before[part.slot] = state.now[part.slot]
+        for path, pools in self._pools.items():
             for number, pool in enumerate(pools):
-                before = self._pools[path][number]
-                if not _same(before, pool):
-                    page, byte = np.argwhere(before != pool)[0]
-                    before[:] = pool
+                if changed := pool.first_change():
+                    page, byte = changed
                     return f"{path} pool {number}, page {page}, byte {byte} changed; nobody owns it"
-        for path, rows in state.items():
-            before = self._state[path]
-            if not _same(before, rows):
-                slot = int(np.argwhere(before != rows)[0][0])
-                before[:] = rows
+        for path, state in self._state.items():
+            if changed := state.first_change():
+                slot = changed[0]
                 return f"{path} state of slot {slot} changed; no request of this action lives there"
         return None
 
-    def _allow(self, path: str, part: Owned, now: Bytes) -> None:
-        before, pages = self._pools[path][part.pool], part.pages[path]
+    def _allow(self, path: str, part: Owned, pool: _Watched) -> None:
+        before, now, pages = pool.before, pool.now, part.pages[path]
         if part.first is None:
             before[pages] = now[pages]
             return
@@ -95,9 +92,28 @@ class Guard:
             before[:, span].reshape(shape)[page, row] = now[:, span].reshape(shape)[page, row]
 
 
-def _same(before: Bytes, after: Bytes) -> bool:
-    # Rows of every layout and state are multiples of 8 bytes, and words compare faster.
-    return bool(np.array_equal(before.view(np.uint64), after.view(np.uint64)))
+class _Watched:
+    """A buffer and what it held at the last look, as bytes ``[first axis, ..]``."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._shared = tensor.device.type == "cpu" and tensor.is_contiguous()
+        self.now = _bytes(tensor)
+        self.before: Bytes = self.now.copy()
+
+    def look(self) -> None:
+        """Bring ``now`` up to date; in host memory it shares the buffer."""
+        if not self._shared:
+            self.now = _bytes(self._tensor)
+
+    def first_change(self) -> list[int] | None:
+        """Return where the first byte differs from before, or None; then take it as it is."""
+        # Rows of every layout and state are multiples of 8 bytes, and words compare faster.
+        if (self.before.view(np.uint64) == self.now.view(np.uint64)).all():
+            return None
+        found: list[int] = np.argwhere(self.before != self.now)[0].tolist()
+        self.before[:] = self.now
+        return found
 
 
 def _bytes(tensor: Tensor) -> Bytes:

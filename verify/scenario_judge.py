@@ -195,10 +195,13 @@ def judge_calls(calls: Calls, meant: Tensor, bound: Tensor, k: int) -> Problem |
             return Problem(INDEX, SCORES, int(calls.position[wrong[0]]), None, wrong[1])
     if calls.topk is None:
         return None
+    best = select_topk(meant, k)
+    if calls.topk.shape == best.shape and bool((calls.topk == best).all()):
+        return None
     # A candidate that brings no scores is held to the bound of the reference's.
     judged = judge_picks(
         calls.topk,
-        select_topk(meant, k),
+        best,
         meant if own is None else own,
         meant,
         bound,

@@ -18,8 +18,6 @@ def scenario_sections(scenario: ScenarioResult) -> Iterator[tuple[str, list[str]
         f"lengths: {scenario.residues4} of 4 residues modulo 4, {scenario.residues128} of 128 "
         "modulo 128",
     ]
-    for gap in scenario.not_covered:
-        lines.append(f"not covered: {gap.candidate}, {gap.histories} histories: {gap.reason}")
     yield "Scenarios", lines
     if scenario.replayed is not None:
         # The mark belongs to this history; a sweep's failures have their own below.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from needlepoint.optimized.interface import INDEX, MAIN, QUERY, Candidate, StageKey
 from needlepoint.verify.candidate_results import CandidateOutcome
 from needlepoint.verify.environment import collect_environment
-from needlepoint.verify.pipeline import PipelineOutput, count_stages
+from needlepoint.verify.pipeline import PipelineOutput
 from needlepoint.verify.profiles import NEEDLEPOINT, profile_of
 from needlepoint.verify.result import (
     CANNOT_JUDGE,
@@ -34,6 +34,7 @@ from needlepoint.verify.scenario_file import dump_scenario, scenario_digest
 from needlepoint.verify.scenario_sweep import Tally
 from needlepoint.verify.scenario_trial import TrialFailure
 from needlepoint.verify.stages import QUERIES, SCORES, STORED, TOPK, WEIGHTS
+from needlepoint.verify.verdicts import count_stages
 
 _STAGES: dict[int, tuple[StageKey, ...]] = {
     4: (
@@ -98,6 +99,11 @@ def scenario_output(run: ScenarioRun, contract: str) -> PipelineOutput:
             "counts": counts,
             "candidates": results,
             "scenario": _scenario(run),
+            # Silence would pass for coverage, so these are notes: printed even with --quiet.
+            "notes": tuple(
+                f"not covered: {gap.candidate}, {gap.histories} histories: {gap.reason}"
+                for gap in run.gaps
+            ),
         }
     )
     return PipelineOutput(result, {})

@@ -11,15 +11,10 @@ import torch
 from torch import Tensor
 
 from needlepoint.optimized.interface import INDEX, PagedRows
-from needlepoint.optimized.stateful import (
-    Part,
-    Place,
-    Server,
-    StepBatch,
-    StepOutput,
-)
+from needlepoint.optimized.stateful import Part, Place, Server, StepBatch, StepOutput
 from needlepoint.verify.candidate_run import CandidateFailed, blamed
 from needlepoint.verify.pages_geometry import PoolGeometry
+from needlepoint.verify.progress import Progress
 from needlepoint.verify.query_side import query_rows
 from needlepoint.verify.scenario import Accept, Copy, Evict, Fork, Free, Offload, Restore
 from needlepoint.verify.scenario_actions import JUNK, Action, CallPart, View
@@ -73,7 +68,12 @@ class _Found(CandidateFailed):
 
 
 def run_scenario(
-    actions: Sequence[Action], server: Server, tokens: Bank, judge: Judge, name: str
+    actions: Sequence[Action],
+    server: Server,
+    tokens: Bank,
+    judge: Judge,
+    name: str,
+    progress: Progress,
 ) -> Outcome:
     """Run a scenario.
 
@@ -89,6 +89,8 @@ def run_scenario(
         The oracle.
     name
         Of the candidate, for messages.
+    progress
+        Told of every action.
 
     Returns
     -------
@@ -105,9 +107,9 @@ def run_scenario(
         # A fault may compute with unwritten state, NaN: bytes show that, warnings are not needed.
         with np.errstate(all="ignore"):
             for action in actions:
-                where = f"{name}, event {action.index} ({action.event.describe()})"
-                with blamed(where, tokens.inputs.layer):
+                with blamed(f"{name}, {action.words}", tokens.inputs.layer):
                     run.apply(action)
+                progress.advance()
             run.finish(actions[-1].index if actions else 0)
     except _Found as found:
         run.outcome.failure = found.failure

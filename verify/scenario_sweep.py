@@ -22,6 +22,7 @@ from needlepoint.verify.scenario_random import random_scenario
 from needlepoint.verify.scenario_rules import check
 from needlepoint.verify.scenario_shrink import shrink
 from needlepoint.verify.scenario_trial import (
+    QUIET,
     Compared,
     TrialFailure,
     covers,
@@ -82,10 +83,11 @@ class Tally:
         candidates: Sequence[StatefulCandidate],
         *,
         reference: bool = True,
+        progress: Progress = QUIET,
     ) -> None:
         """Run one more history."""
         actions = check(scenario)
-        trial = try_scenario(scenario, candidates, reference=reference)
+        trial = try_scenario(scenario, candidates, reference=reference, progress=progress)
         self.histories += 1
         self.digests.add(scenario_digest(scenario))
         self.events.update(kind_of(event) for event in scenario.events)

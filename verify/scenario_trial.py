@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from needlepoint.optimized.interface import Candidate, CandidateInfo, StageKey
 from needlepoint.optimized.stateful import (
@@ -17,6 +18,7 @@ from needlepoint.optimized.stateful import (
 )
 from needlepoint.verify.candidate_run import CandidateFailed
 from needlepoint.verify.profiles import NEEDLEPOINT
+from needlepoint.verify.progress import NoProgress, Progress
 from needlepoint.verify.scenario import Scenario
 from needlepoint.verify.scenario_actions import Action
 from needlepoint.verify.scenario_bank import RATIOS, Bank, bank
@@ -28,6 +30,7 @@ from needlepoint.verify.scenario_reference_rows import reference_expected
 from needlepoint.verify.scenario_rules import check
 from needlepoint.verify.scenario_run import Failure, run_scenario
 
+QUIET: Final = NoProgress()
 Compared = Counter[tuple[str, int, StageKey]]
 """Rows compared by candidate, ratio and stage."""
 
@@ -61,9 +64,22 @@ class Trial:
 
 
 def try_scenario(
-    scenario: Scenario, candidates: Sequence[StatefulCandidate], *, reference: bool = True
+    scenario: Scenario,
+    candidates: Sequence[StatefulCandidate],
+    *,
+    reference: bool = True,
+    progress: Progress = QUIET,
 ) -> Trial:
     """Run a scenario on the reference, where asked for, then on every candidate.
+
+    Parameters
+    ----------
+    scenario, candidates
+        What, and on whom; a candidate that does not cover it is left out.
+    reference
+        Whether the reference runs first.
+    progress
+        Told of every event on every server.
 
     Raises
     ------
@@ -73,21 +89,23 @@ def try_scenario(
         If a candidate raises, or the reference itself does not hold to the oracle.
     """
     actions = check(scenario)
+    driven = [candidate for candidate in candidates if covers(candidate, scenario)]
+    servers = (len(driven) + reference) * len(_banks(scenario, actions))
+    progress.start("scenario: events of all servers", servers * len(actions))
     if reference:
-        _require_reference(scenario, actions)
+        _require_reference(scenario, actions, progress)
     trial = Trial()
-    for candidate in candidates:
-        if not covers(candidate, scenario):
-            continue
-        found_here = try_candidate(scenario, actions, candidate)
+    for candidate in driven:
+        found_here = try_candidate(scenario, actions, candidate, progress)
         trial.failures += found_here.failures
         trial.compared += found_here.compared
     return trial
 
 
-def _require_reference(scenario: Scenario, actions: Sequence[Action]) -> None:
+def _require_reference(scenario: Scenario, actions: Sequence[Action], progress: Progress) -> None:
     """Raise unless the reference itself holds to the oracle."""
-    for found in try_candidate(scenario, actions, ReferenceCandidate(scenario.seed)).failures:
+    reference = ReferenceCandidate(scenario.seed)
+    for found in try_candidate(scenario, actions, reference, progress).failures:
         raise CandidateFailed(
             f"{scenario.name}: the reference fails its own oracle at event "
             f"{found.failure.event} (ratio {found.ratio}): {found.failure.problem.detail}"
@@ -95,7 +113,10 @@ def _require_reference(scenario: Scenario, actions: Sequence[Action]) -> None:
 
 
 def try_candidate(
-    scenario: Scenario, actions: Sequence[Action], candidate: StatefulCandidate
+    scenario: Scenario,
+    actions: Sequence[Action],
+    candidate: StatefulCandidate,
+    progress: Progress = QUIET,
 ) -> Trial:
     """Run checked actions on one candidate, layer by layer; the first failure ends it.
 
@@ -107,20 +128,24 @@ def try_candidate(
     trial = Trial()
     info = candidate.info
     name = info.name
-    longest = _longest(actions)
-    for ratio in RATIOS:
-        tokens = bank(ratio, scenario.seed)
-        if longest < ratio and tokens.inputs.query is None:
-            continue  # no queries, and no entry is ever complete: there is nothing to compare
+    for tokens in _banks(scenario, actions):
+        ratio = tokens.ratio
         server = _server(scenario, candidate, tokens)
         judge = _judge(scenario, candidate, info, tokens)
-        outcome = run_scenario(actions, server, tokens, judge, name)
+        outcome = run_scenario(actions, server, tokens, judge, name, progress)
         for stage, rows in outcome.compared.items():
             trial.compared[name, ratio, stage] += rows
         if outcome.failure is not None:
             trial.failures.append(TrialFailure(name, ratio, outcome.failure, scenario))
             return trial
     return trial
+
+
+def _banks(scenario: Scenario, actions: Sequence[Action]) -> list[Bank]:
+    """Return the layers in which a scenario has anything to compare: an entry, or queries."""
+    longest = _longest(actions)
+    banks = [bank(ratio, scenario.seed) for ratio in RATIOS]
+    return [own for own in banks if longest >= own.ratio or own.inputs.query is not None]
 
 
 def _longest(actions: Sequence[Action]) -> int:

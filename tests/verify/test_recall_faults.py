@@ -245,6 +245,16 @@ def test_lost_main_rows_attenuate_a_picked_needle(model: RecallModel) -> None:
     assert not [m for m in sound.misses if m.cause.cause == "attenuated"]
 
 
+def test_attention_is_not_said_to_be_judged_without_main_rows(model: RecallModel) -> None:
+    grid = Grid((Length(600),), depths=(0.0, 0.5), haystacks=1, needles=1, distractors=(4,))
+    short = grid_prompts(grid, load_pool())
+    _, rows = measure(fp8(), short, model)
+    _, whole = measure(Whole(fp8()), short, model)
+
+    assert "attenuated" not in rows.causes
+    assert whole.causes["attenuated"] == 0
+
+
 def test_an_incomplete_window_is_unreachable(model: RecallModel) -> None:
     pool = load_pool()
     hidden = pool.states[: 4 * K + 400]
@@ -273,6 +283,19 @@ def test_up_to_the_boundary_nothing_is_exercised(model: RecallModel, length: int
     assert [c.exercised for c in at_k] == [exercised]
     if not exercised:
         assert (found.rate, found.ci95, found.mcnemar_p) == (None, None, None)
+
+
+def test_the_rate_of_the_shipped_model_falls_at_smaller_k() -> None:
+    """A grid on which nothing is ever missed could not show a loss."""
+    model = trained_model(load_trained(), (0,), 0)
+    prompts = grid_prompts(Grid((Length(2560),), haystacks=2, distractors=(64,)), load_pool())
+    gathered, _ = measure(fp8(), prompts, model)
+    exercised = [o for o in gathered.outcomes if o.exercised(512) and not o.windowed]
+    rates = {k: sum(o.reference_hits[k] for o in exercised) / len(exercised) for k in (512, 64)}
+
+    assert len(exercised) == 20
+    assert rates[512] > 0.8
+    assert rates[64] < rates[512] - 0.1
 
 
 def test_several_layers(prompts: list[Callable[[], NeedlePrompt]], model: RecallModel) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from needlepoint.verify.recall_needles import WINDOW
-from needlepoint.verify.recall_pool import FactRecord, Pool, PoolFact
+from needlepoint.verify.recall_pool import FactRecord, Pool, PoolFact, shipped_folder
 from needlepoint.verify.recall_prompts import Haystack, Spot, compose
 from needlepoint.verify.recall_questions import KINDS, make_question
 
@@ -132,3 +132,10 @@ def test_questions_refuse_lengths_without_text(pool: Pool) -> None:
         make_question(pool, 9000, 0.5, "content", 0, 8, 0)
     with pytest.raises(ValueError, match="the pool has 48 facts"):
         make_question(pool, 900, 0.5, "content", 0, 64, 0)
+
+
+def test_what_ships_is_small() -> None:
+    sizes = [path.stat().st_size for path in shipped_folder().iterdir()]
+
+    assert max(sizes) <= 8 << 20
+    assert sum(sizes) <= 24 << 20

@@ -13,14 +13,15 @@ import jsonschema
 import pytest
 import torch
 
-from needlepoint.optimized.candidates import FACTORIES
+from needlepoint.optimized.candidates import FACTORIES, create
 from needlepoint.optimized.interface import CandidateInfo, LayerInputs, Observed, StageKey
+from needlepoint.optimized.stateful import StatefulCandidate
 from needlepoint.verify import scenario_sweep
 from needlepoint.verify.cli import app
 from needlepoint.verify.cli_run import run_app
 from needlepoint.verify.faults_scenario import FAULTS
 from needlepoint.verify.output import shipped_schema
-from needlepoint.verify.scenario import KINDS, Decode, Event, Prefill, Scenario
+from needlepoint.verify.scenario import KINDS, Decode, Event, Prefill, Request, Scenario
 from needlepoint.verify.scenario_file import dump_scenario
 from needlepoint.verify.scenario_random import random_scenario
 from needlepoint.verify.scenario_rules import check
@@ -126,10 +127,13 @@ def test_a_candidate_without_serve_is_listed(
     whole = known("whole", WholePromptsOnly())
     path = file(Prefill(("a",), (9,)))
     both = cli("--scenario", path, "--candidate", FP8, "--candidate", whole)
+    quiet = cli("--scenario", path, "--candidate", FP8, "--candidate", whole, "--quiet")
     alone = cli("--scenario", path, "--candidate", whole)
 
     assert both.returncode == 0
-    assert "not covered: whole, 1 histories: has no serve()" in both.stdout
+    assert both.stdout.count("not covered: whole, 1 histories: has no serve()") == 1
+    assert len(quiet.stdout.splitlines()) == 1
+    assert "not covered: whole, 1 histories: has no serve()" in quiet.stderr
     assert alone.returncode == 2
     assert "cannot-judge: no candidate was driven through a scenario: whole has no" in alone.stdout
 
@@ -157,6 +161,74 @@ def test_a_candidate_that_raises_is_no_verdict(
     assert "event 0 (prefill a 9), layer 0 failed: RuntimeError: no card" in done.stderr
 
 
+def test_a_server_can_be_interrupted(
+    cli: Cli, file: Callable[..., str], known: Callable[[str, object], str]
+) -> None:
+    (fault,) = [fault for fault in FAULTS if fault.id == "drafts-kept"]
+    candidate = fault.candidate()
+
+    class Interrupted(type(candidate)):  # type: ignore[misc]
+        def serve(self, *given: object) -> object:
+            server = super().serve(*given)
+
+            def step(batch: object) -> object:
+                raise KeyboardInterrupt
+
+            server.step = step
+            return server
+
+    name = known("interrupted", Interrupted("fp8", candidate.order))
+    done = cli("--scenario", file(Prefill(("a",), (9,))), "--candidate", name)
+
+    assert done.returncode == 130
+    assert "interrupted; nothing half-written" in done.stderr
+
+
+def test_progress_counts_every_event_on_every_server(scenario: Callable[..., Scenario]) -> None:
+    """A file may have thousands of events: the bar has to move with them."""
+
+    class Watching:
+        total = done = 0
+
+        def start(self, description: str, total: int) -> None:
+            self.total += total
+
+        def advance(self, steps: int = 1) -> None:
+            self.done += steps
+
+    candidate = create(FP8)
+    assert isinstance(candidate, StatefulCandidate)
+    made = scenario(Prefill(("a",), (130,)), *(Decode(("a",)) for _ in range(5)))
+    watching = Watching()
+    Tally().run(made, [candidate], progress=watching)
+
+    assert watching.done == watching.total == 6 * 2 * 2  # events, ratios, reference and candidate
+
+
+def test_what_a_hostile_file_says_is_printed_escaped(cli: Cli, tmp_path: Path) -> None:
+    good = dump_scenario(Scenario("good", (Request("a", 0),), (Prefill(("a",), (3,)),)))
+    event = '\n[[event]]\nkind = "pad"\nrows = 1\nside = "VALUE"\n'
+    for written in (
+        good.replace('name = "good"', 'name = "VALUE"'),
+        good.replace('requests = ["a"]', 'requests = ["VALUE"]'),
+        good.replace('kind = "prefill"', 'kind = "VALUE"'),
+        good.replace("tokens =", '"VALUE" ='),
+        good + event,
+        good
+        + event.replace('"pad"', '"split"')
+        .replace("rows = 1", "ranks = 2")
+        .replace("side", "layout"),
+    ):
+        for value, shown in {"1b": "\\x1b", "9b": "\\x9b", "202e": "\\u202e"}.items():
+            path = tmp_path / "hostile.toml"
+            path.write_text(written.replace("VALUE", f"\\u{value:0>4}[2J"))
+            done = cli("--scenario", str(path), "--candidate", FP8)
+
+            assert done.returncode == 2
+            assert shown in done.stderr
+            assert (done.stdout + done.stderr).replace("\n", "").isprintable()
+
+
 def test_a_sweep_finds_a_fault_and_prints_a_file_that_replays(
     cli: Cli, known: Callable[[str, object], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +246,13 @@ def test_a_sweep_finds_a_fault_and_prints_a_file_that_replays(
     assert all(line.strip() in done.stdout for line in found["history"].splitlines())
     assert cli("--scenario", "failing/scenario-0.toml", "--candidate", name).returncode == 1
     assert cli("--scenario", "failing/scenario-0.toml", "--candidate", FP8).returncode == 0
+    # Files in the way are named before the sweep, and a sound server leaves no folder.
+    held = cli(*words[:-2], "--save-failures", "failing")
+    assert held.returncode == 2
+    assert "failing: holds scenario-0.toml already; pass --force" in held.stderr
+    sound = ("--scenario", "failing/scenario-0.toml", "--candidate", FP8)
+    assert cli(*sound, "--save-failures", "none").returncode == 0
+    assert not Path("none").exists()
 
 
 def test_histories_cover_every_kind_and_residue() -> None:
