@@ -94,10 +94,27 @@ def _call(name: str, module: str, attribute: str) -> Candidate:
         raise ValueError(
             f"candidate {name!r}: the factory failed: {type(error).__name__}: {error}"
         ) from error
-    lacking = [part for part in ("info", "stages", "run") if not hasattr(candidate, part)]
+    return require_candidate(f"candidate {name!r}: the factory returned", candidate)
+
+
+def require_candidate(told: str, made: object) -> Candidate:
+    """Return what is said to be a candidate, if it has the parts of one.
+
+    Parameters
+    ----------
+    told
+        Where it comes from; the error begins with it.
+    made
+        The candidate.
+
+    Raises
+    ------
+    ValueError
+        If a part is missing.
+    """
+    lacking = [part for part in ("info", "stages", "run") if not hasattr(made, part)]
     if lacking:
         raise ValueError(
-            f"candidate {name!r}: the factory returned {type(candidate).__name__}, which lacks "
-            f"{', '.join(lacking)}; expected a Candidate"
+            f"{told} {type(made).__name__}, which lacks {', '.join(lacking)}; expected a Candidate"
         )
-    return candidate  # type: ignore[no-any-return]
+    return made  # type: ignore[return-value]

@@ -25,22 +25,32 @@ def check_writable(path: Path, *, force: bool) -> None:
     Raises
     ------
     ValueError
-        Where the folder is missing or not writable, the path is a folder or a device, or the file
-        exists and ``force`` is not set.
+        Where the folder is missing or not writable, the path is a folder or a device, the name
+        is too long, or the file exists and ``force`` is not set.
     """
-    if not path.parent.is_dir():
-        raise ValueError(f"output {path}: folder {path.parent} does not exist; create it first")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"output {path}: is not an ordinary file; give the name of a file")
-    if path.exists() and not force:
-        raise ValueError(f"output {path}: already exists; pass --force to overwrite it")
+    folder = path.parent
+    try:
+        if path.is_dir():
+            raise ValueError(f"output {path}: is a folder; give the name of a file")
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"output {path}: {folder} is no folder; choose another place")
+        if not folder.is_dir():
+            raise ValueError(f"output {path}: folder {folder} does not exist; create it first")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"output {path}: is not an ordinary file; give the name of a file")
+        if path.exists() and not force:
+            raise ValueError(f"output {path}: already exists; pass --force to overwrite it")
+    except OSError as error:  # a name that is too long, a folder that may not be searched
+        raise ValueError(
+            f"output {path}: cannot be written ({error.strerror}); choose another name or place"
+        ) from error
     try:
         # The only reliable test: permission bits say nothing about read-only or full file systems.
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ValueError(
-            f"output {path}: folder {path.parent} is not writable ({error.strerror}); "
+            f"output {path}: folder {folder} is not writable ({error.strerror}); "
             "choose another place"
         ) from error
 
@@ -82,7 +92,8 @@ def write_files(files: Mapping[Path, bytes], *, force: bool) -> None:
 
 def _stage(path: Path, data: bytes) -> Path:
     """Write ``data`` under a temporary name beside ``path``; remove it if that fails."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # A part of the name is enough to know it by, and fits wherever the whole name does.
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:

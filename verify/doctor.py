@@ -26,6 +26,7 @@ from needlepoint.optimized.kernel_cache import (
     variant_traits,
 )
 from needlepoint.optimized.toolchain import BuildError, toolchain
+from needlepoint.verify.defaults import load_defaults
 from needlepoint.verify.environment import collect_environment, driver_version
 from needlepoint.verify.result_base import Count, Number, Record
 
@@ -122,6 +123,16 @@ class CacheStatus(Record):
     removed: tuple[CacheEntry, ...] = ()
 
 
+class Settings(Record):
+    """Defaults of options that apply in the current folder."""
+
+    file: str | None = None
+    """The ``pyproject.toml`` with a ``[tool.needlepoint]``; null without one."""
+    options: tuple[str, ...] = ()
+    fault: str | None = None
+    """The error that every command with defaults ends with; null if there is none."""
+
+
 class Diagnosis(Record):
     """What this machine can run: the root of ``needlepoint.doctor/1``."""
 
@@ -135,6 +146,7 @@ class Diagnosis(Record):
     candidates: tuple[CandidateStatus, ...]
     cuda: CudaStatus
     compiler: CompilerStatus
+    settings: Settings = Settings()
     cache: CacheStatus | None = None
     """Null unless asked for."""
 
@@ -164,6 +176,7 @@ def diagnose(*, caches: bool = False, purge: bool = False) -> Diagnosis:
         candidates=tuple(candidate_status(name) for name in names()),
         cuda=_cuda(),
         compiler=_compiler(),
+        settings=_settings(Path.cwd()),
         cache=_cache(purge) if caches or purge else None,
     )
 
@@ -184,6 +197,20 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _settings(folder: Path) -> Settings:
+    try:
+        defaults = load_defaults(folder)
+    except ValueError as error:
+        return Settings(fault=_spelled(error))
+    file = None if defaults.source is None else _spelled(defaults.source)
+    return Settings(file=file, options=tuple(sorted(defaults.values)))
+
+
+def _spelled(text: object) -> str:
+    """Return a text in which a folder's name that is not UTF-8 can be written."""
+    return str(text).encode(errors="backslashreplace").decode()
 
 
 def _cuda() -> CudaStatus:

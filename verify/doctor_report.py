@@ -17,6 +17,8 @@ def print_diagnosis(found: Diagnosis, console: Console) -> None:
     console.print(
         f"{len(running)} of {len(found.candidates)} candidates can run here", soft_wrap=True
     )
+    if found.settings.fault is not None:
+        console.print(f"fault: {found.settings.fault}", soft_wrap=True)
     reasons: dict[str | None, list[str]] = {}
     for candidate in found.candidates:
         reasons.setdefault(candidate.reason, []).append(candidate.name)
@@ -48,6 +50,11 @@ def _facts(found: Diagnosis) -> Iterable[tuple[str, str]]:
     compiler = found.compiler
     yield "kernel compiler", compiler.nvcc or compiler.reason or "none"
     yield "host compiler", compiler.host or "none"
+    if found.settings.file is not None:
+        yield (
+            "defaults",
+            f"{', '.join(found.settings.options) or 'none'} from {found.settings.file}",
+        )
 
 
 def _packages(found: Diagnosis) -> Table:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from torch import Tensor
+from numpy.typing import ArrayLike
 
 from needlepoint.verify.html_recall import recall_view
 from needlepoint.verify.html_strips import HEIGHT, LIMIT_Y
@@ -33,7 +33,7 @@ class CostView:
     bytes_per_token: str
 
 
-def html_report(result: Result, rows: Mapping[str, Tensor]) -> bytes:
+def html_report(result: Result, rows: Mapping[str, ArrayLike]) -> bytes:
     """Return the report of a result as one HTML document.
 
     Parameters

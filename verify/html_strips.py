@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 HEIGHT: Final = 40
@@ -25,6 +26,8 @@ DECADES_ABOVE: Final = 8.0
 BYTES_A_BIN: Final = 10
 MOST_BINS: Final = 256
 LEAST_BINS: Final = 16
+STRIP_BYTES: Final = 500_000
+"""What all strips of a report may take together."""
 MOST_STRIPS: Final = 1200
 """With more, accumulated errors of stages that match have no strip of their own."""
 
@@ -47,6 +50,30 @@ class Strip:
     beyond: str
     bins: int
     rows: int
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Row errors, which kinds of them every stage shows, and how many bins a strip has."""
+
+    rows: Mapping[str, ArrayLike]
+    kinds: tuple[str, ...]
+    bins: int
+
+    @classmethod
+    def of_report(cls, rows: Mapping[str, ArrayLike]) -> Self:
+        """Return strips such that all of a report's row errors fit its bytes."""
+        kinds: tuple[str, ...] = ("local", "accumulated")
+        if strip_count(rows, kinds) > MOST_STRIPS:
+            kinds = kinds[:1]
+        return cls(rows, kinds, bins_for(strip_count(rows, kinds), STRIP_BYTES))
+
+    def of(self, prefix: str, kind: str, *, differs: bool) -> Strip | None:
+        """Return the strip of one stage; a stage that differs shows every kind."""
+        found = self.rows.get(f"{prefix}/{kind}")
+        if found is None or not (differs or kind in self.kinds):
+            return None
+        return strip(torch.as_tensor(found), MOST_BINS if differs else self.bins)
 
 
 def bins_for(strips: int, budget: int) -> int:
@@ -112,6 +139,6 @@ def _bars(heights: list[int]) -> str:
     return "".join(parts)
 
 
-def strip_count(rows: Mapping[str, Tensor], kinds: tuple[str, ...]) -> int:
+def strip_count(rows: Mapping[str, ArrayLike], kinds: tuple[str, ...]) -> int:
     """Return how many strips row errors of some kinds make: one a stage and kind."""
     return sum(name.rsplit("/", 1)[-1] in kinds for name in rows)

@@ -7,16 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from torch import Tensor
+from numpy.typing import ArrayLike
 
-from needlepoint.verify.html_strips import (
-    MOST_BINS,
-    MOST_STRIPS,
-    Strip,
-    bins_for,
-    strip,
-    strip_count,
-)
+from needlepoint.verify.html_strips import Strip, Strips
 from needlepoint.verify.result import (
     DIFFER,
     CandidateResult,
@@ -28,26 +21,8 @@ from needlepoint.verify.result import (
 from needlepoint.verify.stages import is_key_side, stage_order
 from needlepoint.verify.summary import exact_number, number, token
 
-STRIP_BYTES: Final = 500_000
-"""What all strips of a report may take together."""
 WORST_MATCHING: Final = 1
 WORST_DIFFERING: Final = 16
-
-
-@dataclass(frozen=True)
-class Strips:
-    """Row errors, which kinds of them every stage shows, and how many bins a strip has."""
-
-    rows: Mapping[str, Tensor]
-    kinds: tuple[str, ...]
-    bins: int
-
-    def of(self, prefix: str, kind: str, *, differs: bool) -> Strip | None:
-        """Return the strip of one stage; a stage that differs shows every kind."""
-        found = self.rows.get(f"{prefix}/{kind}")
-        if found is None or not (differs or kind in self.kinds):
-            return None
-        return strip(found, MOST_BINS if differs else self.bins)
 
 
 @dataclass(frozen=True)
@@ -133,7 +108,7 @@ class CandidateView:
     swaps: tuple[SwapsView, ...]
 
 
-def candidate_views(result: Result, rows: Mapping[str, Tensor]) -> list[CandidateView]:
+def candidate_views(result: Result, rows: Mapping[str, ArrayLike]) -> list[CandidateView]:
     """Return every candidate of a result.
 
     Parameters
@@ -144,10 +119,7 @@ def candidate_views(result: Result, rows: Mapping[str, Tensor]) -> list[Candidat
         Its row errors by ``candidate/layerN/path/stage/local|accumulated``; without them there are
         no strips.
     """
-    kinds: tuple[str, ...] = ("local", "accumulated")
-    if strip_count(rows, kinds) > MOST_STRIPS:
-        kinds = kinds[:1]
-    strips = Strips(rows, kinds, bins_for(strip_count(rows, kinds), STRIP_BYTES))
+    strips = Strips.of_report(rows)
     return [
         _candidate(f"c{index}", candidate, strips)
         for index, candidate in enumerate(result.candidates)

@@ -1,17 +1,12 @@
-"""Options of the commands: defaults from ``[tool.needlepoint]`` and the small option languages."""
+"""The small languages of options: what a text on the command line stands for."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from needlepoint.optimized.interface import StageKey
+from needlepoint.optimized.stage_keys import StageKey
 from needlepoint.verify.result import Contract
 from needlepoint.verify.stages import RATIOS, declared_stages, stage_order
 
@@ -27,111 +22,7 @@ MAX_LAYER = 9999
 REPEAT_GATE = "repeat.changed<=0"
 """What ``--repeat`` sets: no stage may change from run to run."""
 
-_MAX_CONFIG_BYTES = 4 << 20
-_PATHS = (
-    *("input", "model", "checkpoint", "scenario"),
-    *("json", "junitxml", "html", "markdown", "limits", "shrink", "save_failures"),
-)
 _LAYERS = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
-
-
-class Table(BaseModel):
-    """``[tool.needlepoint]``: one key per option of ``needlepoint verify``, same spelling."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
-
-    input: str | None = None
-    model: str | None = None
-    checkpoint: str | None = None
-    contract: Contract | None = None
-    candidate: list[str] | None = None
-    layers: str | None = None
-    tokens: int | None = Field(default=None, ge=1)
-    seed: int | None = Field(default=None, ge=0)
-    device: Literal["cpu", "cuda"] | None = None
-    stages: str | None = None
-    scenario: str | None = None
-    seconds: int | None = Field(default=None, ge=1)
-    repeat: int | None = Field(default=None, ge=1)
-    swap: bool | None = None
-    shrink: str | None = None
-    save_failures: str | None = None
-    limits: str | None = None
-    gate: list[str] | None = None
-    json_: str | None = Field(default=None, alias="json")
-    junitxml: str | None = None
-    html: str | None = None
-    markdown: str | None = None
-    force: bool | None = None
-    quiet: bool | None = None
-    debug: bool | None = None
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """Defaults of this folder by option, and the file they come from.
-
-    Values are what the command line would hold: numbers are text.
-    """
-
-    values: dict[str, object]
-    source: Path | None
-
-
-def load_defaults(folder: Path) -> Defaults:
-    """Read ``[tool.needlepoint]`` of the nearest ``pyproject.toml`` at or above ``folder``.
-
-    File options that contain a ``/`` or start with a dot are relative to that file.
-
-    Raises
-    ------
-    ValueError
-        Where the file is not TOML, or holds a key or value that is not an option; the message
-        names the file and the key.
-    """
-    for place in (folder, *folder.parents):
-        path = place / "pyproject.toml"
-        if path.is_file():
-            return _read(path)
-    return Defaults(values={}, source=None)
-
-
-def _read(path: Path) -> Defaults:
-    """Read one ``pyproject.toml``."""
-    try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ValueError(f"{path}: larger than {_MAX_CONFIG_BYTES} bytes; is this a TOML file?")
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is not valid TOML ({error}); correct the file") from error
-    tools = document.get("tool", {})
-    table = tools.get("needlepoint") if isinstance(tools, dict) else None
-    if table is None:
-        return Defaults(values={}, source=None)
-    try:
-        values = Table.model_validate(table).model_dump(by_alias=True, exclude_none=True)
-    except ValidationError as error:
-        raise ValueError(_explain(path, error)) from error
-    for name in ("tokens", "seed", "seconds", "repeat"):
-        if name in values:
-            values[name] = str(values[name])
-    for name in _PATHS:
-        value = values.get(name)
-        if value is not None and ("/" in value or value.startswith(".")):
-            values[name] = str(path.parent / value)
-    return Defaults(values=values, source=path)
-
-
-def _explain(path: Path, error: ValidationError) -> str:
-    """Return one message for the first fault of the table."""
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"]) or "[tool.needlepoint]"
-    if first["type"] == "extra_forbidden":
-        known = sorted(field.alias or name for name, field in Table.model_fields.items())
-        return f"{path}: unknown key {key!r} in [tool.needlepoint]; expected one of {known}"
-    return f"{path}: [tool.needlepoint] {key} = {first['input']!r}: {first['msg']}"
 
 
 def parse_contract(text: str) -> Contract:

@@ -7,16 +7,20 @@ import re
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Final
 
-from pydantic import ValidationError
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ValidationError
 from safetensors import safe_open
-from safetensors.torch import save
-from torch import Tensor
+from safetensors.numpy import save
 
-from needlepoint.verify.recordings_file import read_header
 from needlepoint.verify.result import SCHEMA, Result
+from needlepoint.verify.safetensors_header import read_header
+from needlepoint.verify.selftest_result import SelftestResult
 
-SCHEMA_FILE = "result.schema.json"
+MODELS: Final[Mapping[str, type[BaseModel]]] = {"result": Result, "selftest": SelftestResult}
+"""What a command writes and a JSON Schema describes, by the name of its schema file."""
 MAX_RESULT_BYTES = 256 << 20
 """Refuse to parse anything larger; a result of 43 layers is a few MiB."""
 
@@ -24,19 +28,20 @@ MAX_RESULT_BYTES = 256 << 20
 _SCHEMA_FIELD = re.compile(r'"schema"\s*:\s*"([^"]{1,100})"')
 
 
-def schema_text() -> str:
-    """Return the JSON Schema of ``needlepoint.result/1``, made from the models.
+def schema_text(name: str = "result") -> str:
+    """Return the JSON Schema of ``needlepoint.NAME/1``, made from the models.
 
     Fields that came later are not required, so that older results validate too.
     """
-    schema = Result.model_json_schema(mode="validation")
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA, **schema}
+    schema = MODELS[name].model_json_schema(mode="validation")
+    title = schema["properties"]["schema"]["const"]
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": title, **schema}
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 
 
-def shipped_schema() -> str:
-    """Return the JSON Schema that ships in the package."""
-    return files("needlepoint.verify").joinpath(SCHEMA_FILE).read_text(encoding="utf-8")
+def shipped_schema(name: str = "result") -> str:
+    """Return the JSON Schema of ``needlepoint.NAME/1`` that ships in the package."""
+    return files("needlepoint.verify").joinpath(f"{name}.schema.json").read_text(encoding="utf-8")
 
 
 def result_json(result: Result) -> str:
@@ -86,7 +91,7 @@ def load_result(path: Path) -> Result:
         ) from error
 
 
-def load_rows(path: Path) -> dict[str, Tensor]:
+def load_rows(path: Path) -> dict[str, NDArray[np.floating]]:
     """Read the row errors beside the result ``path``.
 
     Raises
@@ -105,7 +110,7 @@ def load_rows(path: Path) -> dict[str, Tensor]:
                 f"{file}: tensor {name} is {entry.dtype} {list(entry.shape)}, expected one number "
                 "a row; is this the row file of a result?"
             )
-    with safe_open(file, framework="pt") as tensors:
+    with safe_open(file, framework="np") as tensors:
         return {name: tensors.get_tensor(name) for name in header}
 
 
@@ -115,7 +120,7 @@ def rows_path(path: Path) -> Path:
     return path.with_name(f"{stem}.rows.safetensors")
 
 
-def result_files(result: Result, rows: Mapping[str, Tensor], path: Path) -> dict[Path, bytes]:
+def result_files(result: Result, rows: Mapping[str, ArrayLike], path: Path) -> dict[Path, bytes]:
     """Return the files of one result, for :func:`needlepoint.verify.atomic.write_files`.
 
     Parameters
@@ -128,7 +133,7 @@ def result_files(result: Result, rows: Mapping[str, Tensor], path: Path) -> dict
     path
         The JSON file.
     """
-    tensors = {name: rows[name].detach().contiguous() for name in sorted(rows)}
+    tensors = {name: np.ascontiguousarray(rows[name]) for name in sorted(rows)}
     return {
         rows_path(path): save(tensors, metadata={"schema": SCHEMA}),
         path: result_json(result).encode(),

@@ -9,12 +9,12 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NoReturn, cast
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates import create, require_candidate
 from needlepoint.optimized.cuda_runtime import NoDevice, require_cuda
 from needlepoint.optimized.interface import (
     Candidate,
@@ -23,71 +23,13 @@ from needlepoint.optimized.interface import (
     Observed,
     StageKey,
 )
-from needlepoint.reference.profile import CONTRACTS
-from needlepoint.verify.gates import apply_gates, parse_gate
-from needlepoint.verify.inputs import load_inputs
-from needlepoint.verify.limits import Limits
-from needlepoint.verify.options import parse_contract, parse_layers, parse_stages
-from needlepoint.verify.pipeline import verify
-from needlepoint.verify.progress import NoProgress
+from needlepoint.verify.pytest_job import Job, Wishes, make_job, run_job
 from needlepoint.verify.pytest_plugin import NO_DEVICE, VERDICT
 from needlepoint.verify.result import MATCH, Result
 from needlepoint.verify.summary import details, headline
 
 Named = str | Candidate | Callable[[], Candidate]
 """A candidate, something that makes one, or the name of one."""
-
-KEYS: Final = (
-    "input",
-    "model",
-    "layers",
-    "tokens",
-    "seed",
-    "stages",
-    "contract",
-    "profile",
-    "gates",
-    "limits",
-)
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What the command line of pytest says; it goes before what a test says.
-
-    Attributes
-    ----------
-    profile, contract
-        In place of the test's own.
-    gates
-        Besides the test's own.
-    device
-        ``auto``, ``cpu`` or ``cuda``.
-    worker
-        Number of this xdist worker, which chooses the card.
-    """
-
-    profile: str | None
-    contract: str | None
-    gates: tuple[str, ...]
-    device: str
-    worker: int
-
-
-@dataclass(frozen=True)
-class Job:
-    """One judgement: options of ``needlepoint verify`` as a test spells them."""
-
-    input: str = "mini"
-    model: str | None = None
-    layers: str | None = None
-    tokens: int | None = None
-    seed: int | None = None
-    stages: str | None = None
-    contract: str = "bf16"
-    profile: str | None = None
-    gates: tuple[str, ...] = ()
-    limits: str | None = None
 
 
 class Judge:
@@ -117,14 +59,13 @@ class Judge:
             ``input``, ``model``, ``layers``, ``tokens``, ``seed``, ``stages``, ``contract``,
             ``profile``, ``gates`` and ``limits``, each over the marker's.
         """
-        try:
-            job = make_job({**self._marked, **options}, self._wishes)
-            made = self._make(candidate, job)
-            result = run_job(job, made)
-        except NoDevice as error:
-            self._without_device(str(error))
-        except ValueError as error:
-            pytest.fail(f"cannot judge: {error}\n{self._again()}", pytrace=False)
+        found = self._judged(candidate, options)
+        # Raised here, after the handler: pytest would print the error that it handled as well.
+        if isinstance(found, NoDevice):
+            self._without_device(str(found))
+        if isinstance(found, ValueError):
+            pytest.fail(f"cannot judge: {found}\n{self._again()}", pytrace=False)
+        job, result = found
         told = {"verdict": result.verdict, "headline": headline(result)}
         self._keep(VERDICT, json.dumps(told))
         line = {"test": self._nodeid, "result": result.model_dump(by_alias=True, mode="json")}
@@ -132,6 +73,16 @@ class Judge:
         if result.verdict != MATCH:
             pytest.fail(self._message(result, candidate, job), pytrace=False)
         return result
+
+    def _judged(
+        self, candidate: Named, options: Mapping[str, Any]
+    ) -> tuple[Job, Result] | ValueError:
+        """Return what was judged and found, or what stood in the way."""
+        try:
+            job = make_job({**self._marked, **options}, self._wishes)
+            return job, run_job(job, self._make(candidate, job))
+        except ValueError as error:
+            return error
 
     def _make(self, candidate: Named, job: Job) -> Candidate:
         """Return the candidate on the card of this worker, under the profile of the job."""
@@ -168,67 +119,17 @@ class Judge:
         return f"  run again: pytest {shlex.quote(self._nodeid)}"
 
 
-def _made(candidate: Named) -> Candidate:
+def _made(candidate: object) -> Candidate:
     if isinstance(candidate, str):
         return create(candidate)
-    if hasattr(candidate, "run") and not inspect.isclass(candidate):
-        return cast(Candidate, candidate)
-    return cast(Callable[[], Candidate], candidate)()
-
-
-def make_job(options: Mapping[str, Any], wishes: Wishes) -> Job:
-    """Return the job of a test's options, with what the command line says.
-
-    Raises
-    ------
-    ValueError
-        For an option that there is not.
-    """
-    unknown = sorted(set(options) - set(KEYS))
-    if unknown:
-        raise ValueError(f"needlepoint option {unknown[0]!r}: expected one of {', '.join(KEYS)}")
-    given = dict(options)
-    layers = given.get("layers")
-    if layers is not None and not isinstance(layers, str):
-        own = [layers] if isinstance(layers, int) else list(layers)
-        given["layers"] = ",".join(map(str, own))
-    stages = given.get("stages")
-    if stages is not None and not isinstance(stages, str):
-        given["stages"] = ",".join(stages)
-    gates = given.get("gates", ())
-    given["gates"] = (*([gates] if isinstance(gates, str) else gates), *wishes.gates)
-    job = Job(**given)
-    return replace(
-        job,
-        profile=wishes.profile or job.profile,
-        contract=wishes.contract or job.contract,
-    )
-
-
-def run_job(job: Job, candidate: Candidate) -> Result:
-    """Judge one candidate.
-
-    Raises
-    ------
-    ValueError
-        If the input, a limit, a gate or the candidate cannot be used.
-    """
-    gates = tuple(parse_gate(text) for text in job.gates)
-    output = verify(
-        load_inputs(
-            job.input,
-            model=job.model,
-            layers=parse_layers(job.layers),
-            tokens=job.tokens,
-            seed=job.seed,
-        ),
-        [candidate],
-        contract=CONTRACTS[parse_contract(job.contract)],
-        limits=Limits.default() if job.limits is None else Limits.load(Path(job.limits)),
-        stages=parse_stages(job.stages),
-        progress=NoProgress(),
-    )
-    return apply_gates(output.result, gates)
+    if inspect.isclass(candidate) or not hasattr(candidate, "run"):
+        if not callable(candidate):
+            raise ValueError(
+                f"candidate {candidate!r}: expected a candidate, a class or function that makes "
+                "one, or a name"
+            )
+        return require_candidate(f"candidate {candidate!r}: it made", candidate())
+    return require_candidate("candidate: found", candidate)
 
 
 def replay_command(candidate: Named, job: Job, layer: int | None) -> str | None:

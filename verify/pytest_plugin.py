@@ -1,7 +1,7 @@
 """The pytest plugin: a kernel team judges its own kernel in its own suite.
 
-pytest loads this module at every start, so it imports pytest and the standard library alone; what
-judges (:mod:`needlepoint.verify.pytest_judge`) is imported by the first test that judges.
+pytest loads this module at every start, so it imports nothing but pytest and the standard library;
+what judges (:mod:`needlepoint.verify.pytest_judge`) is imported by the first test that does.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
+
+from needlepoint.verify.atomic import check_writable, write_files
 
 if TYPE_CHECKING:
     from needlepoint.verify.pytest_judge import Judge
@@ -21,6 +23,8 @@ VERDICT: Final = "needlepoint_verdict"
 """Property of a judged test: verdict and headline."""
 NO_DEVICE: Final = "needlepoint_no_device"
 """Property of a test that was skipped for want of a device: the reason."""
+TARGET: Final = pytest.StashKey[Path]()
+"""Where the results of all workers go; none in a worker."""
 DEVICES: Final = ("auto", "cpu", "cuda")
 
 
@@ -75,36 +79,41 @@ def pytest_configure(config: pytest.Config) -> None:
     target = _results_file(config)
     if target is None or _is_worker(config):
         return
-    if not target.parent.is_dir() or target.is_dir():
-        raise pytest.UsageError(f"--needlepoint-results {target}: expected a file in a folder")
+    try:
+        check_writable(target, force=True)
+    except ValueError as error:
+        raise pytest.UsageError(f"--needlepoint-results: {error}") from error
+    config.stash[TARGET] = target
     for part in _parts(target):  # of a run that died
         part.unlink()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that takes ``needlepoint_candidate`` once for each candidate."""
-    if "needlepoint_candidate" not in metafunc.fixturenames:
-        return
-    names: list[str] = list(metafunc.config.getoption("--needlepoint-candidate"))
-    if not names:
-        for marker in metafunc.definition.iter_markers(MARKER):
-            names = names or list(marker.kwargs.get("candidates", ()))
-    if not names:
-        raise pytest.UsageError(
-            f"{metafunc.definition.nodeid}: no candidate; name one with --needlepoint-candidate or "
-            f"@pytest.mark.{MARKER}(candidates=[..])"
-        )
-    metafunc.parametrize("needlepoint_candidate", names)
+    if "needlepoint_candidate" in metafunc.fixturenames:
+        names = _candidates(metafunc.definition, metafunc.config)
+        # An error here would end the whole run; the fixture says it to the test alone.
+        if not isinstance(names, str):
+            metafunc.parametrize("needlepoint_candidate", names)
+
+
+@pytest.fixture
+def needlepoint_candidate(request: pytest.FixtureRequest) -> NoReturn:
+    """Return one candidate of the marker or the command line; reached only where there is none."""
+    pytest.fail(str(_candidates(request.node, request.config)), pytrace=False)
 
 
 @pytest.fixture
 def needlepoint_judge(request: pytest.FixtureRequest) -> Judge:
     """Return a function that judges a candidate and fails the test unless it is a match."""
-    from needlepoint.verify.pytest_judge import Judge, Wishes
+    from needlepoint.verify.pytest_job import Wishes
+    from needlepoint.verify.pytest_judge import Judge
 
     config = request.config
     marked: dict[str, Any] = {}
     for marker in request.node.iter_markers(MARKER):  # the closest comes first and wins
+        if marker.args:
+            pytest.fail(_positional(marker), pytrace=False)
         marked = {**marker.kwargs, **marked}
     marked.pop("candidates", None)
     wishes = Wishes(
@@ -153,17 +162,41 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Join what the workers wrote, in order of test ids, and put it in place at once."""
-    target = _results_file(config)
-    if target is None or _is_worker(config) or not target.parent.is_dir():
+    target = config.stash.get(TARGET, None)
+    if target is None:
         return
     lines: list[str] = []
     for part in _parts(target):
         # A worker that died may have left half a line.
         lines += [line for line in part.read_text().splitlines(keepends=True) if line[-1:] == "\n"]
         part.unlink()
-    whole = target.with_name(f".{target.name}.whole")
-    whole.write_text("".join(sorted(lines, key=lambda line: str(json.loads(line)["test"]))))
-    whole.replace(target)
+    lines.sort(key=lambda line: str(json.loads(line)["test"]))
+    write_files({target: "".join(lines).encode()}, force=True)
+
+
+def _candidates(test: pytest.Item, config: pytest.Config) -> list[object] | str:
+    """Return the candidates of a test, or in words why it has none."""
+    named = config.getoption("--needlepoint-candidate")
+    for marker in test.iter_markers(MARKER):  # the closest comes first and wins
+        if marker.args:
+            return _positional(marker)
+        found = marker.kwargs.get("candidates", [])
+        found = [found] if isinstance(found, str) else found
+        if not isinstance(found, list | tuple) or any(
+            not (isinstance(one, str) or callable(one) or hasattr(one, "run")) for one in found
+        ):
+            return f"needlepoint option candidates={found!r}: expected a list of candidates"
+        named = named or list(found)
+    return named or (
+        "no candidate; name one with --needlepoint-candidate or "
+        f"@pytest.mark.{MARKER}(candidates=[..])"
+    )
+
+
+def _positional(marker: pytest.Mark) -> str:
+    """Return what is wrong with a marker that was given more than keywords."""
+    given = ", ".join(map(repr, marker.args))
+    return f"@pytest.mark.{MARKER}({given}): expected options by name, for example tokens=40"
 
 
 def _recorder(request: pytest.FixtureRequest) -> Callable[[str, str], None]:

@@ -68,12 +68,24 @@ def test_a_failure_in_the_second_file_leaves_the_folder_as_it_was(
 
 
 def test_paths_that_cannot_be_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not an ordinary file"):
-        check_writable(tmp_path, force=True)
-    with pytest.raises(ValueError, match=r"folder .*none does not exist"):
-        check_writable(tmp_path / "none" / "r.json", force=True)
-    with pytest.raises(ValueError, match="is not an ordinary file"):
-        check_writable(Path(os.devnull), force=True)
+    (tmp_path / "file").touch()
+    for path, told in (
+        (tmp_path, "is a folder; give the name of a file"),
+        (Path(), r"output \.: is a folder; give the name of a file"),
+        (Path("/"), "output /: is a folder"),
+        (tmp_path / "none" / "r.json", r"folder .*none does not exist; create it first"),
+        (tmp_path / "file" / "r.json", r"file is no folder; choose another place"),
+        (Path(os.devnull), "is not an ordinary file"),
+        (tmp_path / ("n" * 300), r"cannot be written \(File name too long\)"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            check_writable(path, force=True)
+
+
+def test_every_name_that_a_file_may_have_can_be_written(tmp_path: Path) -> None:
+    for name in ("n" * 255, "\N{SNOWMAN}" * 85):
+        write_files({tmp_path / name: b"x"}, force=False)
+        assert (tmp_path / name).read_bytes() == b"x"
 
 
 def test_a_folder_that_takes_no_files_is_refused(

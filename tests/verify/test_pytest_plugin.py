@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
-# Imported here although only one test names it: pytester forgets what its runs import, and torch
-# cannot be imported twice.
-from needlepoint.verify.pytest_judge import Judge, Wishes
+# Imported here although few tests or none name them: pytester forgets what its runs import, and
+# torch, numpy and scipy cannot be imported twice.
+import scipy.linalg  # noqa: F401
+
+from needlepoint.verify.pytest_job import Job, Wishes, make_job
+from needlepoint.verify.pytest_judge import Judge
 from needlepoint.verify.result import Result
 
 pytest_plugins = ["pytester"]
@@ -51,6 +54,8 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     shutil.copy(EXAMPLES / "my_candidate.py", pytester.path)
     pytester.makeini(f"[pytest]\naddopts = {PLAIN} -p {PLUGIN}\n")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    for name in ("CI", "BUILD_NUMBER"):  # where these are set, pytest's summary repeats messages
+        monkeypatch.delenv(name, raising=False)
     pytester.syspathinsert()
     monkeypatch.delitem(sys.modules, "my_candidate", raising=False)
     return pytester
@@ -93,8 +98,7 @@ def test_the_replay_command_gives_the_same_verdict(suite: pytest.Pytester) -> No
     break_kernel(suite)
     suite.makepyfile(test_it=KERNEL)
     out = suite.runpytest_inprocess().stdout.str()
-    # Where CI is set, pytest repeats the whole message in its short summary.
-    (replay,) = set(re.findall(r"replay: (.*)", out))
+    (replay,) = re.findall(r"replay: (.*)", out)
     command = replay.replace("needlepoint", f"{sys.executable} -m needlepoint.verify", 1)
     command = command.replace("needlepoint.verify verify", "needlepoint.verify")
     done = subprocess.run(
@@ -154,10 +158,33 @@ def test_candidates_come_from_marker_or_command_line(suite: pytest.Pytester) -> 
     found = suite.runpytest_inprocess("-v", *chosen)
     found.assert_outcomes(passed=2)
     found.stdout.fnmatch_lines(["*fused-bf16? PASSED*", "*fused-fp4? PASSED*"])
-    suite.makepyfile("def test_it(needlepoint_candidate):\n    pass\n")
+
+
+def test_a_test_without_candidates_fails_alone(suite: pytest.Pytester) -> None:
+    suite.makepyfile(
+        "import pytest\n"
+        "def test_none(needlepoint_candidate):\n    pass\n"
+        "@pytest.mark.needlepoint(candidates=5)\n"
+        "def test_wrong(needlepoint_candidate):\n    pass\n"
+        "@pytest.mark.needlepoint(candidates=[None])\n"
+        "def test_item(needlepoint_candidate):\n    pass\n"
+        "@pytest.mark.needlepoint('mini')\n"
+        "def test_positional(needlepoint_candidate):\n    pass\n"
+        "@pytest.mark.needlepoint(candidates='emulated:fused-fp8')\n"
+        "def test_one(needlepoint_candidate):\n    assert needlepoint_candidate[0] == 'e'\n"
+        "@pytest.mark.parametrize('needlepoint_candidate', [1])\n"
+        "def test_own(needlepoint_candidate):\n    assert needlepoint_candidate == 1\n"
+    )
     found = suite.runpytest_inprocess()
-    assert found.ret != 0
-    found.stdout.fnmatch_lines(["*no candidate; name one with --needlepoint-candidate*"])
+    found.assert_outcomes(passed=2, errors=4)
+    for message in (
+        "no candidate; name one with --needlepoint-candidate or @pytest.mark.needlepoint(*",
+        "needlepoint option candidates=5: expected a list of candidates",
+        "needlepoint option candidates=[[]None[]]: expected a list of candidates",
+        "@pytest.mark.needlepoint('mini'): expected options by name, for example tokens=40",
+    ):
+        found.stdout.fnmatch_lines([message])
+    assert "Traceback" not in found.stdout.str()
 
 
 def test_gates_contract_and_profile_come_from_the_command_line(suite: pytest.Pytester) -> None:
@@ -174,10 +201,13 @@ def test_gates_contract_and_profile_come_from_the_command_line(suite: pytest.Pyt
     found.stdout.fnmatch_lines(["*cannot judge: *nobody*"])
 
 
-def test_what_cannot_be_judged_fails(suite: pytest.Pytester) -> None:
+def test_what_cannot_be_judged_fails_with_one_message(suite: pytest.Pytester) -> None:
     calls = {
-        "'none:such'": "cannot judge: candidate 'none:such'",
+        "'none:such'": "cannot judge: candidate 'none:such': expected one of",
+        "5": "cannot judge: candidate 5: expected a candidate, a class or function",
+        "dict": "cannot judge: candidate <class 'dict'>: it made dict, which lacks info, stages",
         "'emulated:fused-fp8', tokens=2": "cannot judge: layer 0: ratio 4",
+        "'emulated:fused-fp8', tokens='2'": "option tokens='2': expected a whole number",
         "'emulated:fused-fp8', token=2": "needlepoint option 'token': expected one of input",
         "'emulated:fused-fp8', gates=['x']": "expected PATH<=VALUE",
     }
@@ -185,10 +215,61 @@ def test_what_cannot_be_judged_fails(suite: pytest.Pytester) -> None:
         f"def test_{number}(needlepoint_judge):\n    needlepoint_judge({call})\n"
         for number, call in enumerate(calls)
     ]
-    suite.makepyfile("".join(cases))
+    marked = "import pytest\n@pytest.mark.needlepoint('mini')\n"
+    marked += "def test_marked(needlepoint_judge):\n    pass\n"
+    suite.makepyfile(marked + "".join(cases))
     found = suite.runpytest_inprocess()
-    found.assert_outcomes(failed=len(calls))
-    found.stdout.fnmatch_lines([f"*{message}*" for message in calls.values()])
+    found.assert_outcomes(failed=len(calls), errors=1)
+    out = found.stdout.str()
+    assert "@pytest.mark.needlepoint('mini'): expected options by name" in out
+    for message in calls.values():
+        assert out.count(message) == 1, message
+    assert "exception" not in out  # that pytest joins a chain of errors with
+
+
+ANY = Wishes(None, None, (), "auto", 0)
+
+
+WRONG: dict[str, tuple[object, ...]] = {
+    "layers": (1.5, True, [None], [[]]),
+    "stages": (3, True, [None], [[]]),
+    "gates": (1.5, [None], [[]]),
+    "tokens": ("1", True, 1.0, [1]),
+    "seed": ("1", True, 1.0, [1]),
+    "input": (1, ["mini"], b"x"),
+    "model": (1, ["mini"], b"x"),
+    "limits": (1, ["mini"], b"x"),
+    "contract": (1, ["bf16"]),
+    "profile": (1, ["bf16"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_option_of_the_wrong_type_is_named(name: str) -> None:
+    for value in WRONG[name]:
+        with pytest.raises(ValueError, match="needlepoint option ") as caught:
+            make_job({name: value}, ANY)
+        assert f"{name}={value!r}: expected " in str(caught.value)
+
+
+def test_options_have_one_spelling_in_a_job() -> None:
+    wishes = Wishes("bf16", "exact", ("b<=0",), "auto", 0)
+    assert make_job({}, ANY) == Job()
+    assert make_job({"model": None, "contract": None}, ANY) == Job()
+    assert make_job({"layers": 0, "stages": "stored", "gates": "a<=1"}, ANY) == Job(
+        layers="0", stages="stored", gates=("a<=1",)
+    )
+    options = {"layers": [0, 2], "stages": ("query", "stored"), "gates": ["a<=1"], "tokens": 8}
+    assert make_job({**options, "input": Path("x"), "contract": "official"}, wishes) == Job(
+        input="x",
+        layers="0,2",
+        stages="query,stored",
+        gates=("a<=1", "b<=0"),
+        tokens=8,
+        contract="exact",
+        profile="bf16",
+    )
+    assert make_job({"layers": "0,2-4"}, ANY).layers == "0,2-4"
 
 
 def test_results_are_lines_in_order_and_replace_older_ones(suite: pytest.Pytester) -> None:
@@ -239,9 +320,14 @@ def test_a_half_line_of_a_dead_worker_is_left_out(suite: pytest.Pytester) -> Non
 
 def test_results_that_cannot_be_written_stop_the_run(suite: pytest.Pytester) -> None:
     suite.makepyfile(KERNEL)
-    found = suite.runpytest_inprocess("--needlepoint-results", "none/out.jsonl")
-    assert found.ret == pytest.ExitCode.USAGE_ERROR
-    found.stderr.fnmatch_lines(["*--needlepoint-results *none/out.jsonl: expected a file*"])
+    for place, told in (
+        ("none/out.jsonl", "folder */none does not exist; create it first"),
+        (".", "is a folder; give the name of a file"),
+        ("/proc/out.jsonl", "folder /proc is not writable"),
+    ):
+        found = suite.runpytest_inprocess("--needlepoint-results", place)
+        assert found.ret == pytest.ExitCode.USAGE_ERROR
+        found.stderr.fnmatch_lines([f"*--needlepoint-results: output *: {told}*"])
 
 
 def test_a_worker_takes_the_card_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,28 +70,43 @@
     if (high > limit) { error = high === height ? "1e8 x limit or more" : "beyond the limit, about 1e" + ((high - limit) / (height - limit) * 8).toFixed(1) + " x"; }
     else if (high) { error = "at most " + Math.pow(10, (high / limit - 1) * 4).toPrecision(1) + " x limit"; }
     said.textContent = token(first, ratio) + (last > first ? " to " + token(last, ratio) : "") + ": " + error;
+    svg.setAttribute("aria-valuenow", bin);
+    svg.setAttribute("aria-valuetext", said.textContent);
   }
 
-  document.querySelectorAll(".strip svg").forEach(function (svg) {
-    const bins = binsOf(svg);
-    svg.addEventListener("pointermove", function (event) {
-      const box = svg.getBoundingClientRect();
-      tell(svg, Math.min(bins - 1, Math.max(0, Math.floor((event.clientX - box.left) / box.width * bins))));
-    });
-    svg.addEventListener("keydown", function (event) {
-      const step = { ArrowRight: 1, ArrowLeft: -1, PageDown: 16, PageUp: -16, Home: -bins, End: bins }[event.key];
-      if (step === undefined) { return; }
-      event.preventDefault();
-      tell(svg, Math.min(bins - 1, Math.max(0, Number(svg.dataset.bin || 0) + step)));
-    });
-    svg.addEventListener("focus", function () { tell(svg, Number(svg.dataset.bin || 0)); });
-    function leave() {
-      const mark = svg.querySelector("rect");
-      said.textContent = "";
-      if (mark) { mark.remove(); }
-    }
-    svg.addEventListener("pointerleave", leave);
-    svg.addEventListener("blur", leave);
+  // One listener for thousands of strips.
+  function strip(event) { return event.target.closest && event.target.closest(".strip svg"); }
+
+  function leave(event) {
+    const svg = strip(event), mark = svg && svg.querySelector("rect");
+    if (!svg || svg.contains(event.relatedTarget)) { return; }
+    said.textContent = "";
+    if (mark) { mark.remove(); }
+  }
+
+  addEventListener("pointermove", function (event) {
+    const svg = strip(event);
+    if (!svg) { return; }
+    const bins = binsOf(svg), box = svg.getBoundingClientRect();
+    tell(svg, Math.min(bins - 1, Math.max(0, Math.floor((event.clientX - box.left) / box.width * bins))));
+  }, true);
+  addEventListener("keydown", function (event) {
+    const svg = strip(event), bins = svg && binsOf(svg);
+    const step = { ArrowRight: 1, ArrowLeft: -1, PageDown: 16, PageUp: -16, Home: -bins, End: bins }[event.key];
+    if (!svg || step === undefined) { return; }
+    event.preventDefault();
+    tell(svg, Math.min(bins - 1, Math.max(0, Number(svg.dataset.bin || 0) + step)));
+  }, true);
+  addEventListener("focusin", function (event) {
+    const svg = strip(event);
+    if (!svg) { return; }
+    // Keys move along it: to a screen reader it is a slider, which is also what lets the keys through.
+    svg.setAttribute("role", "slider");
+    svg.setAttribute("aria-valuemin", 0);
+    svg.setAttribute("aria-valuemax", binsOf(svg) - 1);
+    tell(svg, Number(svg.dataset.bin || 0));
   });
+  addEventListener("pointerout", leave);
+  addEventListener("focusout", leave);
   document.body.classList.add("ready");
 })();

@@ -15,7 +15,8 @@ from needlepoint.verify.gates import apply_gates, parse_gate
 from needlepoint.verify.html import html_report
 from needlepoint.verify.html_recall import recall_view
 from needlepoint.verify.html_view import candidate_views
-from needlepoint.verify.result import RecallCell, RecallResult, Result
+from needlepoint.verify.recall_svg import recall_pictures
+from needlepoint.verify.result import Result
 
 Deep = tuple[Result, dict[str, Tensor]]
 MOST_BYTES = 1_500_000
@@ -168,64 +169,41 @@ def test_a_stage_that_could_not_be_judged_is_marked(matching: Result) -> None:
     assert [cell.shade for cell in view.layers[0].cells if cell].count("unknown") == 1
 
 
-def cell(
-    depth: float, length: int, hits: int, *, k: int = 128, exercised: bool = True
-) -> RecallCell:
-    return RecallCell(
-        length=length,
-        depth=depth,
-        k=k,
-        distractors=0,
-        rows=10,
-        hits=hits,
-        ci95=(0.1, 0.9),
-        reference_hits=10,
-        lost=10 - hits,
-        gained=0,
-        exercised=exercised,
-    )
+def test_the_pictures_of_recall_are_those_of_the_svg_file(recalled: Result) -> None:
+    text = html_report(recalled, {}).decode()
+    recall = recalled.candidates[0].recall
+    assert recall is not None
+    pictures = recall_pictures(recall, recalled.candidates[0].name)
+    assert len(pictures) == 2  # one a k
+    assert all(text.count(picture) == 1 for picture in pictures)
+    assert page(recalled).tags["svg"] == 2
 
 
-RECALL = RecallResult(
-    rows=40,
-    hits=25,
-    rate=0.625,
-    ci95=(0.47, 0.76),
-    reference_rate=1.0,
-    lost=15,
-    gained=0,
-    delta=-0.375,
-    delta_ci95=(-0.5, -0.2),
-    mcnemar_p=6.1e-5,
-    detectable_drop=0.15,
-    cells=(
-        cell(0.0, 1024, 10),
-        cell(0.5, 1024, 0),
-        cell(0.0, 8192, 5),
-        cell(0.5, 512, 10, exercised=False),
-        cell(0.5, 8192, 9, k=64),
-    ),
-    causes={"outranked": 15},
-    k=128,
-    distractors=0,
-)
-
-
-def test_the_heat_map_holds_the_default_k_alone() -> None:
-    view = recall_view("mine", RECALL)
-    assert view.lengths == (512, 1024, 8192)
-    assert [depth for depth, _ in view.grid] == ["0%", "50%"]
-    shades = [[None if c is None else c.shade for c in row] for _, row in view.grid]
-    assert shades == [[None, "h4", "h2"], ["free", "h0", None]]
-
-
-def test_recall_is_shown_only_where_it_was_measured(matching: Result) -> None:
+def test_recall_is_shown_only_where_it_was_measured(matching: Result, recalled: Result) -> None:
     assert "Recall" not in page(matching).text
-    measured = matching.candidates[0].model_copy(update={"recall": RECALL})
-    text = page(matching.model_copy(update={"candidates": (measured,)})).text
-    assert "25 of 40 needles hit, rate 0.625 (0.470 to 0.760)" in text
-    assert "15 outranked" in text
-    assert "95 % interval 0.100 to 0.900" in text
+    text = page(recalled).text
+    for wanted in (
+        "25 of 40 needles hit, rate 0.625 (0.470 to 0.760)",
+        "15 outranked",
+        "0 of 10, reference 10, 95 % [0.100, 0.900]",
+    ):
+        assert wanted in text
+    recall = recalled.candidates[0].recall
+    assert recall is not None
+    lines = recall_view("mine", recall).cells
+    assert lines[1] == (
+        "1,024",
+        "50 %",
+        "128",
+        "0",
+        "0 of 10",
+        "0.100 to 0.900",
+        "10",
+        "10",
+        "0",
+        "",
+    )
+    assert [line[-1] for line in lines] == ["", "", "", "not exercised", ""]
 
 
 def test_files_are_written_together_or_not_at_all(

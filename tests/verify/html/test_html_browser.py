@@ -5,21 +5,19 @@ Without Chromium these are skipped; where NEEDLEPOINT_REQUIRE_CHROMIUM is set th
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import pytest
 from torch import Tensor
 
 from needlepoint.verify.html import html_report
 from needlepoint.verify.result import Result
 
 Deep = tuple[Result, dict[str, Tensor]]
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 ACT = """
 <script>
@@ -45,16 +43,6 @@ addEventListener("load", function () {
 });
 </script>
 """
-
-
-@pytest.fixture(scope="module")
-def chromium() -> str:
-    found = next((path for path in map(shutil.which, NAMES) if path), None)
-    if found is None and os.environ.get("NEEDLEPOINT_REQUIRE_CHROMIUM"):
-        pytest.fail("no Chromium, and NEEDLEPOINT_REQUIRE_CHROMIUM is set")
-    if found is None:
-        pytest.skip("no Chromium: the report was not opened in a browser")
-    return found
 
 
 def opened(chromium: str, page: Path, fragment: str = "") -> tuple[str, str]:
@@ -110,6 +98,28 @@ def test_a_keyboard_is_enough(
     assert int(second[1]) == int(first[2]) + 4
     assert left == ""
     assert (hidden, changed, opened_layers) == ("none", "true", "20")
+
+
+def test_a_pointer_is_told_what_is_under_it(
+    tab: Any,  # noqa: ANN401
+    deep: Callable[[int, int], Deep],
+    tmp_path: Path,
+) -> None:
+    page = tmp_path / "report.html"
+    page.write_bytes(html_report(*deep(2, 1)))
+    tab.open(page)
+    tab.value("document.querySelector('.strip').scrollIntoView({block: 'center'})")
+    where = "JSON.stringify(document.querySelector('.strip svg').getBoundingClientRect())"
+    box = json.loads(tab.value(where))
+    middle = box["y"] + box["height"] / 2
+    said = []
+    for x in (box["x"] + 2, box["x"] + box["width"] - 2, box["x"] - 10):
+        tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=middle)
+        said.append(tab.value("document.getElementById('said').textContent"))
+    assert said[0].startswith("request 0 position 3 to ")
+    assert " to request 0 position 8191: " in said[1]
+    assert said[2] == ""
+    assert tab.value("document.querySelectorAll('.strip rect').length") == 0
 
 
 def test_a_broken_script_would_be_seen(
