@@ -21,7 +21,10 @@ from needlepoint.optimized.interface import (
 from needlepoint.optimized.keyside import KeySide
 from needlepoint.optimized.memory import TransientLaw, measure_law
 from needlepoint.optimized.narrow import store_bf16, store_main_fp8
-from needlepoint.optimized.preconditions import require_preconditions
+from needlepoint.optimized.preconditions import (
+    require_preconditions,
+    require_token_preconditions,
+)
 from needlepoint.optimized.query import STORES, store_queries
 from needlepoint.optimized.scoring import (
     FusedScorer,
@@ -33,6 +36,8 @@ from needlepoint.optimized.specification import SPEC_VERSION, source_digest
 from needlepoint.optimized.stateful import CacheSpec, LayerParameters
 from needlepoint.optimized.stateful_cache import new_cache
 from needlepoint.optimized.stateful_emulated import EmulatedServer
+from needlepoint.optimized.token_keys import TokenKeySide, token_stages
+from needlepoint.reference.names import PER_TOKEN
 
 _SOURCES = (
     "specification.py",
@@ -42,6 +47,7 @@ _SOURCES = (
     "narrow.py",
     "compressor.py",
     "keyside.py",
+    "token_keys.py",
     "query.py",
     "pages.py",
     "readback.py",
@@ -85,8 +91,11 @@ class EmulatedCandidate:
         )
 
     def stages(self, ratio: int) -> frozenset[StageKey]:
-        """Return every stage from ``pooled`` to ``topk``; ratio 128 has no indexer, 0 nothing."""
-        return key_and_query_stages(ratio, dense=True)
+        """Return every stage from ``pooled`` to ``topk``; ratio 128 has no indexer, 0 nothing.
+
+        Layers of one key a token (ratio 1) begin at ``normed``.
+        """
+        return token_stages() if ratio == PER_TOKEN else key_and_query_stages(ratio, dense=True)
 
     def run(self, inputs: LayerInputs) -> Observed:
         """Compute one layer.
@@ -97,7 +106,10 @@ class EmulatedCandidate:
             If a tensor has a wrong shape or dtype or a precondition of the specification does not
             hold, naming the tensor and the token.
         """
-        require_preconditions(inputs)
+        if inputs.ratio == PER_TOKEN:
+            require_token_preconditions(inputs)
+        else:
+            require_preconditions(inputs)
         dense: dict[StageKey, Tensor] = {}
         stored: dict[str, PagedRows] = {}
         for path, side in self._sides(inputs).items():
@@ -141,11 +153,12 @@ class EmulatedCandidate:
         """Measure the transients of unfused scoring at four sizes; None for fused scoring."""
         return measure_law(unfused_scores) if self.order is Order.UNFUSED else None
 
-    def _sides(self, inputs: LayerInputs) -> dict[str, KeySide]:
-        sides: dict[str, KeySide] = {}
+    def _sides(self, inputs: LayerInputs) -> dict[str, KeySide | TokenKeySide]:
+        sides: dict[str, KeySide | TokenKeySide] = {}
+        layout, store = f"index-{self.key_format}", STORES[self.key_format]
+        if inputs.index is not None and inputs.ratio == PER_TOKEN:
+            return {INDEX: TokenKeySide(inputs.index, inputs, layout, store)}
         if inputs.index is not None:
-            layout = f"index-{self.key_format}"
-            store = STORES[self.key_format]
             sides[INDEX] = KeySide(inputs.index, inputs, layout, store, rotated=True)
         if self.key_format == "bf16":
             layout, store = "main-bf16", store_bf16

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-INDEX = "index"
-MAIN = "main"
-QUERY = "query"
-
-StageKey = tuple[str, str]
-"""(path, stage), for example ``("index", "pooled")``."""
+from needlepoint.optimized.stage_keys import INDEX as INDEX
+from needlepoint.optimized.stage_keys import MAIN as MAIN
+from needlepoint.optimized.stage_keys import QUERY as QUERY
+from needlepoint.optimized.stage_keys import StageKey as StageKey
+from needlepoint.reference.names import RopeLayout
 
 DENSE = {MAIN: ("pooled", "normed", "roped"), INDEX: ("pooled", "normed", "roped", "rotated")}
 """Stages of the key side before the store, in order, by path."""
@@ -46,13 +46,26 @@ def key_and_query_stages(ratio: int, *, dense: bool) -> frozenset[StageKey]:
 class CompressorInputs:
     """Given tensors of one compressor (index keys: d = 128, main KV: d = 512).
 
-    ``c`` is 2 for ratio 4 (overlapping windows) and 1 for ratio 128.
+    ``c`` is 2 for ratio 4 (overlapping windows) and 1 for ratio 128. With ratio 1 nothing is
+    pooled: ``kv`` is the key projection, ``score`` and ``ape`` have no columns, and the norm is a
+    LayerNorm.
     """
 
     kv: Tensor  # [tokens, c * d] fp32 or bf16, projection wkv
     score: Tensor  # [tokens, c * d] same dtype, projection wgate, position embedding not added
     ape: Tensor  # [ratio, c * d] fp32; columns [0, d) belong to the overlap half when c == 2
     norm_weight: Tensor  # [d] fp32
+    norm_bias: Tensor | None = None  # [d] fp32, ratio 1 alone
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are there, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+
+def no_compressor(tokens: int) -> CompressorInputs:
+    """Return the given tensors of a path that a layer does not have: nothing of each."""
+    nothing = torch.empty(tokens, 0)
+    return CompressorInputs(nothing, nothing, torch.empty(0, 0), torch.empty(0))
 
 
 @dataclass(frozen=True)
@@ -62,16 +75,20 @@ class QueryInputs:
     q: Tensor  # [tokens, heads, 128] fp32 or bf16, before RoPE
     weights: Tensor  # [tokens, heads] same dtype, weights_proj(x), constant not applied
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return dict(vars(self))
+
 
 @dataclass(frozen=True)
 class LayerInputs:
     """Everything one layer of a candidate may read; never to be modified."""
 
     layer: int
-    ratio: int  # 4 or 128
+    ratio: int  # 1, 4 or 128
     lengths: tuple[int, ...]  # tokens of each request
     index: CompressorInputs | None  # None for ratio 128
-    main: CompressorInputs
+    main: CompressorInputs  # no columns at ratio 1, which has no main path
     query: QueryInputs | None  # None for ratio 128
     rope_table: (
         Tensor  # [max(lengths), rope_head_dim / 2, 2] fp32, cos and sin of position 0, 1, ..
@@ -82,6 +99,13 @@ class LayerInputs:
     hidden: Tensor  # [tokens, hidden_size] bf16, for candidates that start before `projected`
     layer_weights: Mapping[str, Tensor] = field(default_factory=dict)
     seed: int = 0  # page permutation
+    index_rope: RopeLayout = RopeLayout.TRAILING_PAIRS  # dims of index keys and queries
+
+    @property
+    def paths(self) -> dict[str, CompressorInputs]:
+        """Given tensors of the key paths that the layer has."""
+        parts = {INDEX: self.index, MAIN: self.main}
+        return {name: part for name, part in parts.items() if part and part.norm_weight.numel()}
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ from needlepoint.optimized.specification import (
     TABLE_LIMIT,
     VALUE_LIMIT,
 )
+from needlepoint.reference.names import PER_TOKEN
 
 RATIOS = (4, 128)
+"""Ratios of layers with a compressor."""
 
 
 def require_preconditions(inputs: LayerInputs) -> None:
@@ -34,14 +36,45 @@ def require_preconditions(inputs: LayerInputs) -> None:
     """
     if inputs.ratio not in RATIOS:
         raise ValueError(f"layer {inputs.layer}: ratio {inputs.ratio}, expected one of {RATIOS}")
-    if not inputs.lengths or min(inputs.lengths) < 1:
-        raise ValueError(f"lengths {inputs.lengths}: expected at least 1 token in each request")
     if (inputs.index is None, inputs.query is None) != (inputs.ratio != 4,) * 2:
         raise ValueError(
             f"layer {inputs.layer}, ratio {inputs.ratio}: index projections and query are "
             f"{'absent' if inputs.index is None else 'given'} and "
             f"{'absent' if inputs.query is None else 'given'}, expected both at ratio 4 alone"
         )
+    _require_common(inputs)
+    _require_compressor("main", inputs.main, inputs, 512)
+    if inputs.index is not None:
+        _require_compressor("index", inputs.index, inputs, 128)
+    _require_query(inputs)
+
+
+def require_token_preconditions(inputs: LayerInputs) -> None:
+    """Check shapes, dtypes and magnitudes for a layer of one index key a token.
+
+    Raises
+    ------
+    ValueError
+        Naming the tensor and, where a value is at fault, its request, position and column.
+    """
+    index, tokens = inputs.index, sum(inputs.lengths)
+    if inputs.ratio != PER_TOKEN or index is None or index.norm_bias is None:
+        raise ValueError(
+            f"layer {inputs.layer}, ratio {inputs.ratio}: expected ratio 1 with an index "
+            "projection and the bias of its norm"
+        )
+    _require_common(inputs)
+    _require_shape("index.kv", index.kv, (tokens, 128))
+    _require_below("index.kv", index.kv, VALUE_LIMIT, inputs.lengths)
+    for name in ("norm_weight", "norm_bias"):
+        _require_shape(f"index.{name}", getattr(index, name), (128,))
+        _require_below(f"index.{name}", getattr(index, name), VALUE_LIMIT, None)
+    _require_query(inputs)
+
+
+def _require_common(inputs: LayerInputs) -> None:
+    if not inputs.lengths or min(inputs.lengths) < 1:
+        raise ValueError(f"lengths {inputs.lengths}: expected at least 1 token in each request")
     if not EPS_LIMIT <= inputs.norm_eps < float("inf"):
         raise ValueError(f"norm_eps {inputs.norm_eps!r}: expected finite and at least 2**-126")
     _require_shape("rope_table", inputs.rope_table, (None, ROPE_DIMS // 2, 2))
@@ -51,9 +84,9 @@ def require_preconditions(inputs: LayerInputs) -> None:
             f"{max(inputs.lengths)}"
         )
     _require_below("rope_table", inputs.rope_table, TABLE_LIMIT, None)
-    _require_compressor("main", inputs.main, inputs, 512)
-    if inputs.index is not None:
-        _require_compressor("index", inputs.index, inputs, 128)
+
+
+def _require_query(inputs: LayerInputs) -> None:
     if inputs.query is not None:
         q, weights = inputs.query.q, inputs.query.weights
         tokens = sum(inputs.lengths)

@@ -13,6 +13,7 @@ from needlepoint.optimized.interface import LayerInputs, QueryInputs, QueryRows
 from needlepoint.optimized.narrow import U8, StoredRows, store_bf16, store_fp4, store_fp8
 from needlepoint.optimized.parallel import over_blocks
 from needlepoint.optimized.rows import hadamard, rope
+from needlepoint.reference.names import RopeLayout
 
 _ROWS = 128  # head rows of one block
 
@@ -38,7 +39,14 @@ def store_queries(given: QueryInputs, inputs: LayerInputs, key_format: str) -> Q
         Codes and scales of every head row; fp8 weights already hold the query scale.
     """
     positions = np.concatenate([np.arange(n) for n in inputs.lengths])
-    return store_queries_at(given, positions, inputs.rope_table, inputs.weight_scale, key_format)
+    return store_queries_at(
+        given,
+        positions,
+        inputs.rope_table,
+        inputs.weight_scale,
+        key_format,
+        inputs.index_rope,
+    )
 
 
 def store_queries_at(
@@ -47,6 +55,7 @@ def store_queries_at(
     rope_table: Tensor,
     weight_scale: float,
     key_format: str,
+    layout: RopeLayout = RopeLayout.TRAILING_PAIRS,
 ) -> QueryRows:
     """Do what :func:`store_queries` does for tokens at any positions, int64 ``[tokens]``."""
     tokens, heads, _ = given.q.shape
@@ -56,7 +65,7 @@ def store_queries_at(
 
     def store(token: int) -> StoredRows:
         rows = slice(token, token + step)
-        return _store_block(q[rows], table[positions[rows]], key_format)
+        return _store_block(q[rows], table[positions[rows]], key_format, layout)
 
     parts = over_blocks(store, range(0, tokens, step))
     values = np.concatenate([p.values for p in parts]).reshape(tokens, heads, -1)
@@ -73,12 +82,12 @@ def store_queries_at(
     return QueryRows("fp8", torch.from_numpy(values), torch.from_numpy(scale), folded, True)
 
 
-def _store_block(q: F32, table: F32, key_format: str) -> StoredRows:
+def _store_block(q: F32, table: F32, key_format: str, layout: RopeLayout) -> StoredRows:
     """Store ``q`` float32 ``[n, heads, 128]``, rotated by table rows ``[n, 32, 2]``."""
     channels = np.ascontiguousarray(np.moveaxis(q, -1, 0))
     cos = np.ascontiguousarray(table[..., 0].T)[..., None]
     sin = np.ascontiguousarray(table[..., 1].T)[..., None]
-    rotated = hadamard(rope(channels, cos, sin))
+    rotated = hadamard(rope(channels, cos, sin, layout))
     return STORES[key_format](rotated.reshape(rotated.shape[0], -1))
 
 

@@ -10,6 +10,14 @@ import numpy as np
 
 from needlepoint.optimized.exact32 import F32, fma, pair_tree
 from needlepoint.optimized.specification import HADAMARD_SCALE, ROPE_DIMS
+from needlepoint.reference.names import RopeLayout
+
+_PAIRS = {
+    RopeLayout.TRAILING_PAIRS: (slice(-ROPE_DIMS, None, 2), slice(1 - ROPE_DIMS, None, 2)),
+    RopeLayout.LEADING_PAIRS: (slice(0, ROPE_DIMS, 2), slice(1, ROPE_DIMS, 2)),
+    RopeLayout.LEADING_HALVES: (slice(0, ROPE_DIMS // 2), slice(ROPE_DIMS // 2, ROPE_DIMS)),
+}
+"""Dims of the first and of the second number of each pair."""
 
 
 def norm(x: F32, weight: F32, eps: np.float32) -> F32:
@@ -31,8 +39,24 @@ def norm(x: F32, weight: F32, eps: np.float32) -> F32:
     return (x * inverse) * weight[:, None]
 
 
-def rope(x: F32, cos: F32, sin: F32) -> F32:
-    """Return rows with their last 64 dims rotated, adjacent pairs (S5).
+def layer_norm(x: F32, weight: F32, bias: F32, eps: np.float32) -> F32:
+    """Return rows with mean and size normalised, then scaled and shifted.
+
+    Parameters
+    ----------
+    x
+        float32 ``[d, n]``, d a power of two.
+    weight, bias
+        float32 ``[d]``.
+    eps
+        Added to the variance, at least 2**-126.
+    """
+    mean = pair_tree(x) * np.float32(1.0 / x.shape[0])
+    return norm(x - mean, weight, eps) + bias[:, None]
+
+
+def rope(x: F32, cos: F32, sin: F32, layout: RopeLayout = RopeLayout.TRAILING_PAIRS) -> F32:
+    """Return rows with 64 dims rotated: the last ones in adjacent pairs (S5), or as laid out.
 
     Parameters
     ----------
@@ -40,11 +64,14 @@ def rope(x: F32, cos: F32, sin: F32) -> F32:
         float32 ``[d, ...]``.
     cos, sin
         float32 ``[32, ...]``, broadcast to the pairs.
+    layout
+        Which dims are rotated.
     """
     out = x.copy()
-    even, odd = x[-ROPE_DIMS::2], x[1 - ROPE_DIMS :: 2]
-    out[-ROPE_DIMS::2] = fma(-odd, sin, even * cos)
-    out[1 - ROPE_DIMS :: 2] = fma(odd, cos, even * sin)
+    first, second = _PAIRS[layout]
+    even, odd = x[first], x[second]
+    out[first] = fma(-odd, sin, even * cos)
+    out[second] = fma(odd, cos, even * sin)
     return out
 
 

@@ -1,12 +1,15 @@
-"""Model shapes: what the compressor and indexer need to know of a DeepSeek-V4 configuration."""
+"""Model shapes: what compressor and indexer need to know of a model's configuration."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-RATIOS = (0, 4, 128)
-"""Compression ratios: none (sliding window alone), overlapping windows of 4, windows of 128."""
+from needlepoint.reference.names import PER_TOKEN, RopeLayout
+
+RATIOS = (0, 1, 4, 128)
+"""Compression ratios: none (sliding window alone), one index key a token without a compressor,
+overlapping windows of 4, windows of 128."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,17 @@ class ModelConfig:
     index_n_heads, index_head_dim, index_topk
         Indexer: heads, dims of a head, entries picked for a query.
     compress_ratios
-        Ratio of each layer, 0, 4 or 128. The published lists end with the MTP layers.
+        Ratio of each layer, 0, 1, 4 or 128. The published lists end with the MTP layers.
     rope_theta, compress_rope_theta
         RoPE base of ratio-0 layers and of all others.
     rope_factor, original_length, beta_fast, beta_slow
         YaRN, applied with ``compress_rope_theta`` only.
     norm_eps
         Epsilon inside every RMS norm.
+    index_norm_eps
+        Epsilon of the LayerNorm of index keys, ratio 1 alone.
+    index_rope
+        Dims that RoPE rotates in index keys and queries.
     """
 
     name: str
@@ -97,6 +104,8 @@ class ModelConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     norm_eps: float = 1e-6
+    index_norm_eps: float = 1e-6
+    index_rope: RopeLayout = RopeLayout.TRAILING_PAIRS
 
     def __post_init__(self) -> None:
         for key in (
@@ -115,6 +124,7 @@ class ModelConfig:
             "beta_fast",
             "beta_slow",
             "norm_eps",
+            "index_norm_eps",
         ):
             if not getattr(self, key) > 0:
                 self._refuse(key, "a positive number")
@@ -148,7 +158,7 @@ class ModelConfig:
         return self.compress_ratios[layer]
 
     def rope(self, compressed: bool) -> RopeConfig:
-        """Return the RoPE of layers with a compressor, or of ratio-0 layers."""
+        """Return the RoPE of layers with an indexer or a compressor, or of ratio-0 layers."""
         if not compressed:
             return RopeConfig(self.rope_head_dim, self.rope_theta)
         return RopeConfig(
@@ -163,6 +173,8 @@ class ModelConfig:
 
 _FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4, 0)  # 43 layers and one MTP layer
 _PRO_RATIOS = (128, 128, *(4, 128) * 29, 4, 0)  # 61 layers and one MTP layer
+# 78 layers; three of four reuse the picks of an earlier layer and have no indexer of their own.
+_GLM_RATIOS = tuple(PER_TOKEN if n < 3 or n % 4 == 2 else 0 for n in range(78))
 
 MODELS: dict[str, ModelConfig] = {
     m.name: m
@@ -194,6 +206,46 @@ MODELS: dict[str, ModelConfig] = {
             index_topk=1024,
             compress_ratios=_PRO_RATIOS,
         ),
+        ModelConfig(
+            name="v3.2",
+            hidden_size=7168,
+            n_heads=128,
+            q_lora_rank=1536,
+            index_n_heads=64,
+            index_topk=2048,
+            compress_ratios=(PER_TOKEN,) * 62,  # 61 layers and one MTP layer
+            compress_rope_theta=10000.0,
+            rope_factor=40.0,
+            original_length=4096,
+            index_rope=RopeLayout.LEADING_HALVES,
+        ),
+        ModelConfig(
+            name="glm-5.2",
+            hidden_size=6144,
+            n_heads=64,
+            q_lora_rank=2048,
+            index_n_heads=32,
+            index_topk=2048,
+            compress_ratios=_GLM_RATIOS,
+            compress_rope_theta=8e6,
+            original_length=0,
+            norm_eps=1e-5,
+            index_rope=RopeLayout.LEADING_PAIRS,
+        ),
+        ModelConfig(
+            name="mini-v3.2",
+            hidden_size=384,
+            n_heads=4,
+            q_lora_rank=128,
+            index_n_heads=8,
+            index_topk=128,
+            compress_ratios=(PER_TOKEN,) * 2,
+            compress_rope_theta=10000.0,
+            rope_factor=40.0,
+            original_length=4096,
+            index_rope=RopeLayout.LEADING_HALVES,
+        ),
     )
 }
-"""Presets. ``mini`` has the shapes of ``v4-flash`` where kernels care and is small elsewhere."""
+"""Presets. ``mini`` has the shapes of ``v4-flash`` where kernels care and is small elsewhere;
+``mini-v3.2`` is the same to ``v3.2``."""

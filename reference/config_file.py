@@ -1,8 +1,10 @@
 """Model shapes from a ``config.json``: the published one, transformers' own, or the official one.
 
-The same number has up to four spellings: the published Hugging Face file (``hidden_size``,
-``rope_scaling.factor``), the file that transformers writes back (``rope_parameters.compress``,
-``layer_types``) and the official ``inference/config.json`` (``dim``, ``rope_factor``).
+Files of DeepSeek-V3.2 and GLM-5 are read too: they have ``kv_lora_rank`` and no ratios, and each of
+their layers has one index key a token. The same number has up to four spellings: the published
+Hugging Face file (``hidden_size``, ``rope_scaling.factor``), the file that transformers writes back
+(``rope_parameters.compress``, ``layer_types``) and the official ``inference/config.json`` (``dim``,
+``rope_factor``).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from needlepoint.reference.config import MODELS, ModelConfig
+from needlepoint.reference.names import PER_TOKEN, RopeLayout
 
 MAX_BYTES = 1 << 20
 """A configuration is a few kilobytes; a larger file is something else."""
@@ -64,6 +67,11 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 _ROPE_TYPES = ("rope_scaling", "rope_parameters.compress", "rope_parameters")
 _YARN = ("rope_factor", "original_length", "beta_fast", "beta_slow")
 _DEFAULTS: dict[str, float] = {"norm_eps": 1e-6}  # the one key that published files leave out
+_PAIRED = {"deepseek_v32": False, "glm_moe_dsa": True}
+"""Whether a model's indexer pairs adjacent dims, where its file does not say so."""
+_OWN_INDEXER = {"full": PER_TOKEN, "shared": 0}
+_NOT_PER_TOKEN = ("head_dim", "window_size", "rope_theta")
+"""What only the attention of DeepSeek-V4 has."""
 _LAYER_TYPES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -116,26 +124,22 @@ class _ConfigFile:
 
     def model(self) -> ModelConfig:
         yarn_off = not self._has_yarn()
-        integers = {k: v for k, v in _INTEGERS.items() if not (yarn_off and k in _YARN)}
-        numbers = {k: v for k, v in _NUMBERS.items() if not (yarn_off and k in _YARN)}
+        per_token = self._look_up("kv_lora_rank") is not None
+        unread = (_YARN if yarn_off else ()) + (_NOT_PER_TOKEN if per_token else ())
+        integers = {k: v for k, v in _INTEGERS.items() if k not in unread}
+        numbers = {k: v for k, v in _NUMBERS.items() if k not in unread}
+        if per_token:
+            numbers["compress_rope_theta"] = ("rope_theta", "rope_parameters.rope_theta")
         whole = {key: self._integer(key, spellings) for key, spellings in integers.items()}
         real = {key: self._number(key, spellings) for key, spellings in numbers.items()}
         if yarn_off:
             whole["original_length"] = 0
         return ModelConfig(
             name=str(self.path),
-            hidden_size=whole["hidden_size"],
-            n_heads=whole["n_heads"],
-            head_dim=whole["head_dim"],
-            rope_head_dim=whole["rope_head_dim"],
-            q_lora_rank=whole["q_lora_rank"],
-            window_size=whole["window_size"],
-            index_n_heads=whole["index_n_heads"],
-            index_head_dim=whole["index_head_dim"],
-            index_topk=whole["index_topk"],
-            original_length=whole["original_length"],
-            compress_ratios=self._ratios(),
-            **real,
+            compress_ratios=self._indexers() if per_token else self._ratios(),
+            index_rope=self._index_rope() if per_token else RopeLayout.TRAILING_PAIRS,
+            **whole,
+            **real,  # type: ignore[arg-type]
         )
 
     def _refuse(self, key: str, value: object, expected: str) -> ValueError:
@@ -201,13 +205,43 @@ class _ConfigFile:
         key, ratios = "compress_ratios", self._look_up("compress_ratios")
         if ratios is None:
             key, ratios = "layer_types", self._from_layer_types()
-        if not isinstance(ratios, list) or any(type(r) is not int for r in ratios):
+        if not isinstance(ratios, list) or any(type(r) is not int or r == 1 for r in ratios):
             raise self._refuse(key, ratios, "a list of integers 0, 4 or 128")
         for spelling in ("num_hidden_layers", "n_layers"):
             layers = self._look_up(spelling)
             if layers is not None and self._integer(spelling, (spelling,)) > len(ratios):
                 raise self._refuse(spelling, layers, f"at most the {len(ratios)} entries of {key}")
         return tuple(ratios)
+
+    def _indexers(self) -> tuple[int, ...]:
+        """Return a ratio for each layer of a model with one index key a token."""
+        pooled = self._look_up("index_kpool")
+        if pooled not in (None, 1):
+            raise self._refuse("index_kpool", pooled, "1: pooled index keys are not modelled")
+        spellings = ("num_hidden_layers", "n_layers")
+        layers, types = self._integer("layers", spellings), self._look_up("indexer_types")
+        if types is None:
+            for key in ("index_topk_freq", "index_topk_pattern"):
+                if (value := self._look_up(key)) not in (None, 1):
+                    raise self._refuse(key, value, "a list indexer_types that spells it out")
+            return (PER_TOKEN,) * layers
+        if (
+            not isinstance(types, list)
+            or len(types) != layers
+            or any(not isinstance(t, str) or t not in _OWN_INDEXER for t in types)
+        ):
+            raise self._refuse("indexer_types", types, f"{layers} times 'full' or 'shared'")
+        return tuple(_OWN_INDEXER[t] for t in types)
+
+    def _index_rope(self) -> RopeLayout:
+        key = "indexer_rope_interleave"
+        paired = self._look_up(key)
+        if paired is None:
+            paired = _PAIRED.get(str(self._look_up("model_type")))
+        if not isinstance(paired, bool):
+            models = " or ".join(_PAIRED)
+            raise self._refuse(key, paired, f"true or false, or a model_type of {models}")
+        return RopeLayout.LEADING_PAIRS if paired else RopeLayout.LEADING_HALVES
 
     def _from_layer_types(self) -> list[object]:
         types = self._look_up("layer_types")

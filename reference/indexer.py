@@ -12,6 +12,7 @@ from torch import Tensor
 
 from needlepoint.reference.formats import round_to_bf16
 from needlepoint.reference.hadamard import SCALE_EXACT, SCALE_FP32, hadamard
+from needlepoint.reference.names import RopeLayout
 from needlepoint.reference.parallel import for_each_block, map_rows
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.reference.rope import apply_rope
@@ -38,7 +39,12 @@ def rotate_index(x: Tensor, arithmetic: Arithmetic) -> Tensor:
     return round_to(hadamard(x, SCALE_EXACT if exact else SCALE_FP32), arithmetic.rotated)
 
 
-def rotate_query(q: Tensor, rope: Tensor, arithmetic: Arithmetic) -> Tensor:
+def rotate_query(
+    q: Tensor,
+    rope: Tensor,
+    arithmetic: Arithmetic,
+    layout: RopeLayout = RopeLayout.TRAILING_PAIRS,
+) -> Tensor:
     """Return queries after RoPE and Hadamard, each rounded.
 
     Parameters
@@ -49,6 +55,8 @@ def rotate_query(q: Tensor, rope: Tensor, arithmetic: Arithmetic) -> Tensor:
         float64 ``[n, pairs, 2]``, cos and sin at the queries' own positions.
     arithmetic
         ``query_input``, ``query_roped``, ``query_rotated`` and ``hadamard`` apply.
+    layout
+        Dims that RoPE rotates.
 
     Returns
     -------
@@ -59,7 +67,8 @@ def rotate_query(q: Tensor, rope: Tensor, arithmetic: Arithmetic) -> Tensor:
 
     def rotate(q: Tensor, rope: Tensor) -> Tensor:
         read = query_inputs(q, arithmetic)
-        return rotate_index(round_to(apply_rope(read, rope.unsqueeze(1)), own.roped), own)
+        turned = apply_rope(read, rope.unsqueeze(1), layout)
+        return rotate_index(round_to(turned, own.roped), own)
 
     return map_rows(rotate, q, rope)
 

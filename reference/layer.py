@@ -17,6 +17,7 @@ from needlepoint.reference.config import ModelConfig
 from needlepoint.reference.indexer import head_weights, index_scores, rotate_query, score_blocks
 from needlepoint.reference.keyside import KeySide, store
 from needlepoint.reference.main_attention import MainAttention
+from needlepoint.reference.names import PER_TOKEN
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.reference.projections import project_inputs
 from needlepoint.reference.request import KeyState, RequestState
@@ -29,6 +30,7 @@ from needlepoint.reference.stages import (
     QueryProjections,
     QueryRows,
 )
+from needlepoint.reference.token_keys import token_keys
 from needlepoint.reference.topk import select_topk, visible_entries
 from needlepoint.reference.weights import LayerWeights, check_layer_weights
 
@@ -115,7 +117,7 @@ class ReferenceLayer:
         keep_scores
             Whether to return all scores; they grow with tokens times entries.
         attend
-            Whether to compute the attention output.
+            Whether to compute the attention output; ratio 1 has none.
 
         Raises
         ------
@@ -176,12 +178,13 @@ class ReferenceLayer:
         visible = visible_entries(torch.arange(start, start + count), self.ratio)
         selected = self.select(projected, rope, state.index, keep_scores=keep_scores)
         main = self._main_rows(projected, state.main)
-        window = self.attention.window(projected, rope, state.window)
         attention = None
-        if attend:
-            rows = window[:0] if state.main is None else state.main.rows.rows
-            picks = all_visible(visible, len(rows)) if selected.topk is None else selected.topk
-            attention = self.attention.attend(projected, rope, window, rows, picks)
+        if self.ratio != PER_TOKEN:  # whose main attention is another one, and not modelled
+            window = self.attention.window(projected, rope, state.window)
+            if attend:
+                rows = window[:0] if state.main is None else state.main.rows.rows
+                picks = all_visible(visible, len(rows)) if selected.topk is None else selected.topk
+                attention = self.attention.attend(projected, rope, window, rows, picks)
         state.next_position = start + count
         return ChunkStages(
             projected,
@@ -214,7 +217,7 @@ class ReferenceLayer:
         keep_scores
             Whether to return all scores.
         """
-        index = self._index_rows(projected, state)
+        index = self._index_rows(projected, rope, state)
         if projected.query is None or state is None:
             return IndexStages(index, None, None, None)
         start = projected.first_position
@@ -223,11 +226,18 @@ class ReferenceLayer:
         scores, topk = self._select(query, state.rows.rows, visible, keep_scores)
         return IndexStages(index, query, scores, topk)
 
-    def _index_rows(self, projected: Projected, state: KeyState | None) -> CompressedRows | None:
+    def _index_rows(
+        self, projected: Projected, rope: Tensor, state: KeyState | None
+    ) -> CompressedRows | None:
         given, weights = projected.index, self.weights.index
         if given is None or weights is None or state is None:
             return None
-        rows = self.key_side.index_rows(given, weights, state.tokens)
+        if self.ratio == PER_TOKEN:
+            eps, layout = self.config.index_norm_eps, self.config.index_rope
+            first = projected.first_position
+            rows = token_keys(given.kv, weights, eps, rope, layout, self.arithmetic, first)
+        else:
+            rows = self.key_side.index_rows(given, weights, state.tokens)
         state.rows.append(rows.stored.values)
         return rows
 
@@ -240,7 +250,7 @@ class ReferenceLayer:
         return rows
 
     def _query_rows(self, given: QueryProjections, rope: Tensor) -> QueryRows:
-        rotated = rotate_query(given.q, rope, self.arithmetic)
+        rotated = rotate_query(given.q, rope, self.arithmetic, self.config.index_rope)
         stored = store(rotated, self.arithmetic.index_query)
         scale = self.config.index_weight_scale
         return QueryRows(rotated, stored, head_weights(given.weights, scale, self.arithmetic))

@@ -1,4 +1,4 @@
-"""RMS norm with a sum that does not depend on the machine."""
+"""RMS and layer norm with sums that do not depend on the machine."""
 
 from __future__ import annotations
 
@@ -61,3 +61,28 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     mean = tree_sum(x * x) / x.shape[-1]
     normed = x * (1.0 / (mean + eps).sqrt()).unsqueeze(-1)
     return normed if weight is None else normed * weight.to(torch.float64)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return ``(x - mean) / sqrt(mean((x - mean)**2) + eps) * weight + bias``, float64, unrounded.
+
+    Parameters
+    ----------
+    x
+        float64 ``[..., d]``.
+    weight, bias
+        ``[d]`` of any float dtype.
+    eps
+        Added to the variance.
+
+    Raises
+    ------
+    ValueError
+        If ``x`` is not float64 or weight or bias have another width.
+    """
+    if bias.shape != x.shape[-1:]:
+        raise ValueError(
+            f"layer_norm: bias {tuple(bias.shape)} for rows of {x.shape[-1]}, expected [d]"
+        )
+    centred = x - (tree_sum(x) / x.shape[-1]).unsqueeze(-1)
+    return rms_norm(centred, weight, eps) + bias.to(torch.float64)

@@ -20,6 +20,7 @@ from needlepoint.reference.formats import (
     FLOAT64,
     FP4_OFFICIAL,
     FP8_PLAIN,
+    FP8_POW2,
     MAIN_FP8,
     Format,
 )
@@ -207,6 +208,28 @@ OFFICIAL = replace(
 )
 
 CONTRACTS: dict[str, Arithmetic] = {c.name: c for c in (EXACT, BF16_CONTRACT, OFFICIAL)}
+
+OFFICIAL_PER_TOKEN = replace(
+    BF16_CONTRACT,
+    name="official",
+    key_input=Precision.BF16,
+    query_input=Precision.BF16,
+    index_key=FP8_POW2,
+    index_query=FP8_POW2,
+)
+"""``official`` of layers with one key a token: what DeepSeek-V3.2's published code computes."""
+
+
+def contract_of(name: str, ratio: int) -> Arithmetic:
+    """Return the contract of a name as a layer of this ratio has it.
+
+    Raises
+    ------
+    KeyError
+        For a name that is no contract.
+    """
+    return OFFICIAL_PER_TOKEN if (name, ratio) == ("official", 1) else CONTRACTS[name]
+
 
 _KEY_FORMATS = {"bf16": BF16, "fp8": FP8_PLAIN, "fp4": FP4_OFFICIAL}
 

@@ -23,6 +23,7 @@ from needlepoint.reference.formats import (
 )
 from needlepoint.reference.profile import (
     BF16_CONTRACT,
+    OFFICIAL_PER_TOKEN,
     Accumulator,
     ApePlacement,
     Arithmetic,
@@ -93,7 +94,25 @@ ENGINES: dict[str, dict[str, Arithmetic]] = {
     "llama.cpp": {"bf16": _stored(_LLAMA_CPP, BF16)},
     "transformers": {"bf16": _stored(_TRANSFORMERS, BF16)},
 }
-"""Engine to key format to arithmetic."""
+"""Engine to key format to arithmetic, for DeepSeek-V4."""
+
+_PUBLISHED = replace(OFFICIAL_PER_TOKEN, name="deepseek-v3.2")
+_SGLANG_TOKEN = replace(
+    _FP32_ROW,
+    name="sglang-v3.2",
+    key_input=BF,
+    query_input=BF,
+    roped=BF,
+    query_roped=FP32,
+    hadamard=False,
+)
+
+TOKEN_ENGINES: dict[str, dict[str, Arithmetic]] = {
+    "deepseek-v3.2": {"fp8": _PUBLISHED},
+    "sglang-v3.2": {"fp8": _stored(_SGLANG_TOKEN, FP8_PLAIN, accumulator=Accumulator.SM90_FP8)},
+}
+"""The same for layers of one index key a token: DeepSeek-V3.2 as published, and SGLang's kernels
+for it and for GLM-5. ``transformers`` means in both modules what it means in DeepSeek-V4's."""
 
 
 def engine_profile(engine: str, key_format: str) -> Arithmetic:
@@ -102,7 +121,7 @@ def engine_profile(engine: str, key_format: str) -> Arithmetic:
     Parameters
     ----------
     engine
-        A name of :data:`ENGINES`.
+        A name of :data:`ENGINES` or :data:`TOKEN_ENGINES`.
     key_format
         ``"bf16"``, ``"fp8"`` or ``"fp4"``.
 
@@ -111,9 +130,10 @@ def engine_profile(engine: str, key_format: str) -> Arithmetic:
     ValueError
         For an unknown engine, or a format that the engine does not store.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"engine {engine!r}: expected one of {', '.join(ENGINES)}")
-    formats = ENGINES[engine]
+    known = ENGINES | TOKEN_ENGINES
+    if engine not in known:
+        raise ValueError(f"engine {engine!r}: expected one of {', '.join(known)}")
+    formats = known[engine]
     if key_format not in formats:
         raise ValueError(
             f"engine {engine}: key format {key_format!r}, expected one of {', '.join(formats)}: it "

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from needlepoint.reference.compressor import CompressorState
 from needlepoint.reference.config import ModelConfig
+from needlepoint.reference.names import PER_TOKEN
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.reference.ring import PositionRing
 
@@ -52,7 +53,7 @@ class KeyState:
     Parameters
     ----------
     ratio
-        4 or 128.
+        1, 4 or 128.
     width
         Dims of a finished row.
     arithmetic
@@ -84,8 +85,9 @@ class RequestState:
 
     def __init__(self, config: ModelConfig, ratio: int, arithmetic: Arithmetic) -> None:
         self.next_position = 0
-        self.main = KeyState(ratio, config.head_dim, arithmetic) if ratio else None
-        self.index = KeyState(ratio, config.index_head_dim, arithmetic) if ratio == 4 else None
+        indexed, compressed = ratio in (PER_TOKEN, 4), ratio > PER_TOKEN
+        self.main = KeyState(ratio, config.head_dim, arithmetic) if compressed else None
+        self.index = KeyState(ratio, config.index_head_dim, arithmetic) if indexed else None
         # Window rows are kept as stored, so this ring never rounds.
         self.window = PositionRing(config.window_size, config.head_dim, Precision.FLOAT64)
 

@@ -1,6 +1,7 @@
 """Rotary position embedding: frequencies with YaRN per layer type, tables, rotation.
 
-DeepSeek-V4 rotates the LAST ``rope_head_dim`` dims of a vector, as adjacent pairs ``(2i, 2i + 1)``,
+DeepSeek-V4 rotates the LAST ``rope_head_dim`` dims of a vector, as adjacent pairs ``(2i, 2i + 1)``
+(:class:`RopeLayout` names those of other models),
 and uses one table for everything in a layer: main and index queries, window rows and compressed
 rows. Layers with a compressor use base 160000 and YaRN, ratio-0 layers base 10000 without. A
 compressed row stands at the position of its window's first token. There is no attention factor.
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from needlepoint.reference.config import ModelConfig
+from needlepoint.reference.names import RopeLayout
 from needlepoint.reference.profile import Precision
 from needlepoint.reference.rounding import round_to
 
@@ -29,7 +31,7 @@ def rope_frequencies(config: ModelConfig, compressed: bool) -> Tensor:
     config
         Model constants.
     compressed
-        Whether the layer has a compressor (ratio 4 or 128).
+        Whether the layer has an indexer or a compressor: any ratio but 0.
     """
     rope = config.rope(compressed)
     pairs = torch.arange(rope.dim // 2)
@@ -93,10 +95,10 @@ def rope_table(frequencies: Tensor, length: int, precision: Precision) -> Tensor
     return rope_rows(frequencies, torch.arange(length), precision)
 
 
-def apply_rope(x: Tensor, rows: Tensor) -> Tensor:
-    """Rotate the last ``2 * pairs`` dims of each vector; the other dims pass through.
+def apply_rope(x: Tensor, rows: Tensor, layout: RopeLayout = RopeLayout.TRAILING_PAIRS) -> Tensor:
+    """Rotate ``2 * pairs`` dims of each vector; the other dims pass through.
 
-    ``(a, b) -> (a cos - b sin, a sin + b cos)`` for each adjacent pair, unrounded.
+    ``(a, b) -> (a cos - b sin, a sin + b cos)`` for each pair, unrounded.
 
     Parameters
     ----------
@@ -105,6 +107,8 @@ def apply_rope(x: Tensor, rows: Tensor) -> Tensor:
     rows
         float64 ``[..., pairs, 2]`` of :func:`rope_rows`, broadcast against ``x`` (unsqueeze the
         head axis of a query).
+    layout
+        Which dims are rotated, and which two are a pair.
 
     Returns
     -------
@@ -122,13 +126,39 @@ def apply_rope(x: Tensor, rows: Tensor) -> Tensor:
             f"apply_rope: vectors {x.dtype} {tuple(x.shape)}, table {rows.dtype} "
             f"{tuple(rows.shape)}; expected float64 and at least {width} dims"
         )
+    x = in_pairs(x, layout, width // 2)
     cos, sin = rows[..., 0], rows[..., 1]
     pairs = x[..., -width:].reshape(*x.shape[:-1], width // 2, 2)
     a, b = pairs[..., 0], pairs[..., 1]
     rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-    return torch.cat((x[..., :-width], rotated), dim=-1)
+    return from_pairs(torch.cat((x[..., :-width], rotated), dim=-1), layout, width // 2)
 
 
 def invert_rope(x: Tensor, rows: Tensor) -> Tensor:
     """Rotate back (the conjugate): attention outputs leave the rotated frame at the query."""
     return apply_rope(x, rows * rows.new_tensor((1.0, -1.0)))
+
+
+def in_pairs(x: Tensor, layout: RopeLayout, pairs: int) -> Tensor:
+    """Return rows with their rotated dims brought to the end, as adjacent pairs.
+
+    Every layout is a permutation away from DeepSeek-V4's, so there is one rotation.
+    """
+    order = _order(layout, x.shape[-1], pairs)
+    return x if order is None else x[..., order]
+
+
+def from_pairs(x: Tensor, layout: RopeLayout, pairs: int) -> Tensor:
+    """Undo :func:`in_pairs`."""
+    order = _order(layout, x.shape[-1], pairs)
+    return x if order is None else x[..., order.argsort()]
+
+
+def _order(layout: RopeLayout, width: int, pairs: int) -> Tensor | None:
+    """Return the dim that stands at each place then, int64 ``[width]``; None if nothing moves."""
+    if layout is RopeLayout.TRAILING_PAIRS:
+        return None
+    rotated = torch.arange(2 * pairs)
+    if layout is RopeLayout.LEADING_HALVES:
+        rotated = rotated.view(2, pairs).t().flatten()
+    return torch.cat((torch.arange(2 * pairs, width), rotated))

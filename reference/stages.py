@@ -53,15 +53,15 @@ class Projected:
     first_position
         Position of the first token.
     index
-        Input of the indexer's compressor; None unless ratio 4.
+        Input of the indexer's compressor; None unless ratio 4 or 1 (``score`` is empty there).
     main
-        Input of the main compressor; None for ratio 0.
+        Input of the main compressor; None for ratios 0 and 1.
     query
-        Input of the query side; None unless ratio 4.
+        Input of the query side; None unless ratio 4 or 1.
     latent
         float64 ``[n, q_lora_rank]``, normed query latent that both query projections read.
     window
-        float64 ``[n, head_dim]``, rows of the sliding window before their norm.
+        float64 ``[n, head_dim]``, rows of the sliding window before their norm; empty for ratio 1.
     """
 
     first_position: int

@@ -22,7 +22,7 @@ def visible_entries(positions: Tensor, ratio: int) -> Tensor:
     positions
         Integers of any shape.
     ratio
-        0, 4 or 128.
+        0, 1, 4 or 128.
     """
     if ratio == 0:
         return torch.zeros_like(positions)

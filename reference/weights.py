@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from needlepoint.reference.config import ModelConfig
+from needlepoint.reference.names import PER_TOKEN
 
 _FIELD_BITS = 15  # four uniform fields of a 60-bit draw are summed to one near-normal number
 _OUTLIER_GAIN = 6.0  # a few channels of real key norms are several times larger than the rest
@@ -16,7 +17,7 @@ _OUTLIER_GAIN = 6.0  # a few channels of real key norms are several times larger
 
 @dataclass(frozen=True)
 class CompressorWeights:
-    """One compressor; ``c`` is 2 for ratio 4 (overlapping windows) and 1 for ratio 128.
+    """One compressor; ``c`` is 2 for ratio 4 (overlapping windows) and 1 for the others.
 
     Attributes
     ----------
@@ -27,27 +28,38 @@ class CompressorWeights:
         ``[0, d)`` belong to the overlap half when ``c`` is 2.
     norm
         ``[d]`` fp32, weight of the RMS norm after pooling.
+    norm_bias
+        ``[d]`` fp32, of the LayerNorm of ratio 1; else None. There ``wkv`` is the key projection
+        and ``wgate`` and ``ape`` are empty: nothing is pooled.
     """
 
     wkv: Tensor
     wgate: Tensor
     ape: Tensor
     norm: Tensor
+    norm_bias: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are there, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer. Matrices are bf16 ``[out, in]``, norms and the sink fp32.
 
+    The main attention of a ratio-1 layer is not modelled: ``wq_b``, ``wkv``, ``kv_norm`` and
+    ``attn_sink`` are empty there.
+
     Attributes
     ----------
     main
-        Compressor of the main KV (d = head_dim); None for ratio 0.
+        Compressor of the main KV (d = head_dim); None for ratios 0 and 1.
     index
-        Compressor of the index keys (d = index_head_dim); None unless ratio 4.
+        Compressor of the index keys (d = index_head_dim); None unless ratio 4 or 1.
     index_wq_b, weights_proj
         Indexer: ``[index_n_heads * index_head_dim, q_lora_rank]`` from the latent, and
-        ``[index_n_heads, hidden]``; None unless ratio 4.
+        ``[index_n_heads, hidden]``; None unless ratio 4 or 1.
     wq_a, q_norm
         ``[q_lora_rank, hidden]`` and ``[q_lora_rank]``: the query latent.
     wq_b
@@ -93,7 +105,7 @@ def _shapes(weights: LayerWeights) -> dict[str, tuple[int, ...]]:
     tensors: dict[str, Tensor | None] = {}
     for name, value in vars(weights).items():
         if isinstance(value, CompressorWeights):
-            tensors |= {f"{name}.{part}": tensor for part, tensor in vars(value).items()}
+            tensors |= {f"{name}.{part}": tensor for part, tensor in value.tensors().items()}
         else:
             tensors[name] = value
     return {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
@@ -102,24 +114,28 @@ def _shapes(weights: LayerWeights) -> dict[str, tuple[int, ...]]:
 def expected_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of a layer; names of a compressor's begin with its path."""
     ratio, hidden, latent = config.ratio(layer), config.hidden_size, config.q_lora_rank
+    heads, head_dim = (0, 0) if ratio == PER_TOKEN else (config.n_heads, config.head_dim)
     shapes: dict[str, tuple[int, ...]] = {
         "wq_a": (latent, hidden),
         "q_norm": (latent,),
-        "wq_b": (config.n_heads * config.head_dim, latent),
-        "wkv": (config.head_dim, hidden),
-        "kv_norm": (config.head_dim,),
-        "attn_sink": (config.n_heads,),
+        "wq_b": (heads * head_dim, latent),
+        "wkv": (head_dim, hidden),
+        "kv_norm": (head_dim,),
+        "attn_sink": (heads,),
     }
-    paths = {"main": config.head_dim} if ratio else {}
-    if ratio == 4:
+    paths = {"main": config.head_dim} if ratio > PER_TOKEN else {}
+    if ratio in (PER_TOKEN, 4):
         paths["index"] = config.index_head_dim
         shapes["index_wq_b"] = (config.index_n_heads * config.index_head_dim, latent)
         shapes["weights_proj"] = (config.index_n_heads, hidden)
     for path, width in paths.items():
         columns = width * (2 if ratio == 4 else 1)
-        shapes[f"{path}.wkv"] = shapes[f"{path}.wgate"] = (columns, hidden)
-        shapes[f"{path}.ape"] = (ratio, columns)
+        pooled = 0 if ratio == PER_TOKEN else columns
+        shapes[f"{path}.wkv"], shapes[f"{path}.wgate"] = (columns, hidden), (pooled, hidden)
+        shapes[f"{path}.ape"] = (ratio, pooled)
         shapes[f"{path}.norm"] = (width,)
+        if ratio == PER_TOKEN:
+            shapes[f"{path}.norm_bias"] = (width,)
     return shapes
 
 
@@ -154,16 +170,19 @@ def random_layer_weights(config: ModelConfig, layer: int, seed: int) -> LayerWei
 
     def compressor(width: int) -> CompressorWeights:
         columns = width * (2 if ratio == 4 else 1)
+        pooled = 0 if ratio == PER_TOKEN else columns
         return CompressorWeights(
             wkv=matrix(columns, hidden),
-            wgate=matrix(columns, hidden, gain=2.0),
-            ape=_normal((ratio, columns), generator) * 0.5,
+            wgate=matrix(pooled, hidden, gain=2.0),
+            ape=_normal((ratio, pooled), generator) * 0.5,
             norm=norm(width),
+            norm_bias=_normal((width,), generator) * 0.2 if ratio == PER_TOKEN else None,
         )
 
-    indexed = ratio == 4
+    indexed = ratio in (PER_TOKEN, 4)
+    heads, head_dim = (0, 0) if ratio == PER_TOKEN else (config.n_heads, config.head_dim)
     return LayerWeights(
-        main=compressor(config.head_dim) if ratio else None,
+        main=compressor(config.head_dim) if ratio > PER_TOKEN else None,
         index=compressor(config.index_head_dim) if indexed else None,
         index_wq_b=matrix(config.index_n_heads * config.index_head_dim, latent)
         if indexed
@@ -171,16 +190,18 @@ def random_layer_weights(config: ModelConfig, layer: int, seed: int) -> LayerWei
         weights_proj=matrix(config.index_n_heads, hidden) if indexed else None,
         wq_a=matrix(latent, hidden),
         q_norm=norm(latent),
-        wq_b=matrix(config.n_heads * config.head_dim, latent),
-        wkv=matrix(config.head_dim, hidden),
-        kv_norm=norm(config.head_dim),
-        attn_sink=_normal((config.n_heads,), generator),
+        wq_b=matrix(heads * head_dim, latent),
+        wkv=matrix(head_dim, hidden),
+        kv_norm=norm(head_dim),
+        attn_sink=_normal((heads,), generator),
     )
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return fp32 numbers of mean 0 and variance 1, each a scaled sum of four uniform integers."""
     out = torch.empty(shape, dtype=torch.float32)
+    if not out.numel():
+        return out
     rows = out.view(shape[0], -1)
     step = max(1, (1 << 20) // rows.shape[1])
     levels = 1 << _FIELD_BITS

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from needlepoint.optimized.interface import PagedRows
 from needlepoint.verify.pages import Pool, open_pool
-from needlepoint.verify.row_errors import RowErrors, worst_of
+from needlepoint.verify.row_errors import RowErrors, row_blocks, worst_of
 from needlepoint.verify.stage_results import zero_errors
 from needlepoint.verify.stored_rows import read_stored
 
@@ -85,7 +85,10 @@ def same_bytes(found: Tensor, expected: Tensor) -> Tensor:
     """
     if found.dtype != expected.dtype:
         return torch.zeros(len(found), dtype=torch.bool)
-    return (_bytes(found) == _bytes(expected)).all(1)
+    same = torch.empty(len(found), dtype=torch.bool)
+    for rows in row_blocks(len(found), found.shape[1]):
+        same[rows] = (_bytes(found[rows]) == _bytes(expected[rows])).all(1)
+    return same
 
 
 def equal_stored(found: PagedRows, expected: PagedRows, row_width: int) -> RowErrors:

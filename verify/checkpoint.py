@@ -57,6 +57,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path, config: ModelConfig, layers: Iterable[int]) -> None:
         self._shards = Shards(directory)
+        self._config = config
         self._sources = {layer: self._check(config, layer) for layer in layers}
         self._kept: tuple[int, LayerWeights] | None = None
 
@@ -84,7 +85,9 @@ class Checkpoint:
         spelling, prefix, names = found
         sources: dict[str, _Source] = {}
         for part, shape in expected_shapes(config, layer).items():
-            name = prefix + spelling.parts[part]
+            if 0 in shape:  # what such a layer does not have
+                continue
+            name = prefix + spelling.parts.get(part, part)
             if name not in names:
                 raise CheckpointError(
                     f"{where} (ratio {config.ratio(layer)}): tensor {name} is missing"
@@ -127,13 +130,16 @@ class Checkpoint:
         return _Source(name, scale)
 
     def _read(self, layer: int) -> LayerWeights:
-        parts = {part: self._tensor(part, s) for part, s in self._sources[layer].items()}
+        shapes = expected_shapes(self._config, layer)
+        parts = {part: torch.empty(shape) for part, shape in shapes.items() if 0 in shape}
+        parts |= {part: self._tensor(part, s) for part, s in self._sources[layer].items()}
 
         def compressor(path: str) -> CompressorWeights | None:
             if f"{path}.wkv" not in parts:
                 return None
-            names = ("wkv", "wgate", "ape", "norm")
-            return CompressorWeights(**{name: parts[f"{path}.{name}"] for name in names})
+            names = ("wkv", "wgate", "ape", "norm", "norm_bias")
+            own = {name: f"{path}.{name}" for name in names}
+            return CompressorWeights(**{n: parts[part] for n, part in own.items() if part in parts})
 
         return LayerWeights(
             main=compressor("main"),

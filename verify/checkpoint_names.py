@@ -1,8 +1,9 @@
 """How a checkpoint calls the tensors of a layer, and which dtypes they may have.
 
-Two spellings are published: the official one (``layers.2.attn.compressor.wkv.weight``) and that of
-transformers (``model.layers.2.self_attn.compressor.kv_proj.weight``). Either may stand with or
-without ``model.`` in front.
+Two spellings of DeepSeek-V4 are published: the official one
+(``layers.2.attn.compressor.wkv.weight``) and that of transformers
+(``model.layers.2.self_attn.compressor.kv_proj.weight``). DeepSeek-V3.2 and GLM-5 have one
+(``model.layers.2.self_attn.indexer.wk.weight``). Each may have ``model.`` in front or not.
 """
 
 from __future__ import annotations
@@ -89,6 +90,20 @@ SPELLINGS: Final = (
             "attn_sink": "sinks",
         },
         ("compressor.",),
+    ),
+    Spelling(
+        "DeepSeek-V3.2 and GLM-5",
+        "self_attn",
+        {
+            "index.wkv": "indexer.wk.weight",
+            "index.norm": "indexer.k_norm.weight",
+            "index.norm_bias": "indexer.k_norm.bias",
+            "index_wq_b": "indexer.wq_b.weight",
+            "weights_proj": "indexer.weights_proj.weight",
+            "wq_a": "q_a_proj.weight",
+            "q_norm": "q_a_layernorm.weight",
+        },
+        ("indexer.",),
     ),
 )
 

@@ -8,6 +8,7 @@ shows what that costs.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from needlepoint.optimized.interface import CandidateInfo, StageKey
@@ -17,6 +18,8 @@ from needlepoint.verify.diff_layer import diff_layer
 from needlepoint.verify.diff_pair import LayerPair
 from needlepoint.verify.dump import Dump, is_dump
 from needlepoint.verify.environment import collect_environment
+from needlepoint.verify.heap import give_back
+from needlepoint.verify.inputs import SYNTHETIC
 from needlepoint.verify.inputs_checks import tensor_digest
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.manifest import LayerRecord
@@ -25,7 +28,9 @@ from needlepoint.verify.profiles import NEEDLEPOINT, profile_of
 from needlepoint.verify.progress import Progress
 from needlepoint.verify.recordings import Recording, RecordingError, open_recording
 from needlepoint.verify.result import InputInfo
-from needlepoint.verify.stages import ATTENTION
+from needlepoint.verify.stages import ATTENTION, require_declared
+from needlepoint.verify.synthetic import declares_constant
+from needlepoint.verify.vacuity import require_moving
 
 
 def diff(
@@ -71,6 +76,9 @@ def diff(
         return _diff_dump(left, Dump(b), contract.name, layers, limits, stages, progress)
     right = open_recording(b)
     chosen = _matching_layers(left, right, layers)
+    if stages is not None:
+        held = frozenset().union(*(right.record(layer).stages for layer in chosen))
+        require_declared(stages, held, "both recordings hold")
     exact = same_arithmetic(left, right)
     info = _identity(right)
     if not exact and right.manifest.kind == "reference":
@@ -83,14 +91,19 @@ def diff(
     upstream = False
     progress.start("comparing layers", len(chosen))
     for layer in chosen:
-        pair = LayerPair(*left.read_layer(layer), *right.read_layer(layer))
+        given, meant = left.read_layer(layer)
+        own_given = partial(right.read_given, layer)
+        pair = LayerPair(given, meant, own_given, right.read_layer(layer)[1])
         try:
             part, entry, moved = diff_layer(pair, profile_of(info), limits, exact, against, stages)
+            if not exact and not _declares_constant(left):
+                require_moving(given, part.errors)
         except ValueError as error:
             raise RecordingError(f"{a} and {b}, layer {layer}: {error}") from error
         outcome.add(part, entry)
         upstream |= moved
         progress.advance()
+        give_back()
     manifest = right.manifest
     hidden = dict.fromkeys(right.input_name(layer) for layer in chosen)
     source = InputInfo(
@@ -127,20 +140,28 @@ def _diff_dump(
     profile = left.manifest.profile
     against = profile.name if profile else contract
     upstream = False
+    held: set[StageKey] = set()
     progress.start("comparing layers", len(chosen))
     for layer in chosen:
         given, meant = left.read_layer(layer)
         found = dump.read_layer(given)
-        pair = LayerPair(given, meant, found.given, found.observed, found.brought)
+        own_given = partial(getattr, found, "given")
+        pair = LayerPair(given, meant, own_given, found.observed, found.brought)
         try:
             part, entry, moved = diff_layer(
                 pair, profile_of(dump.info), limits, False, against, stages
             )
+            if not _declares_constant(left):
+                require_moving(found.given, part.errors)
         except ValueError as error:
             raise RecordingError(f"{dump.path}, layer {layer}: {error}") from error
         outcome.add(part, entry)
+        held |= found.brought
         upstream |= moved
         progress.advance()
+        give_back()
+    if stages is not None:
+        require_declared(stages, held, f"dump {dump.path} brings")
     hidden = dict.fromkeys(left.input_name(layer) for layer in chosen)
     source = InputInfo(
         name=left.manifest.input_name or "recording",
@@ -157,6 +178,11 @@ def _diff_dump(
 def _named_upstream(output: PipelineOutput) -> PipelineOutput:
     named = output.result.model_copy(update={"detail": "upstream"})
     return PipelineOutput(named, output.rows)
+
+
+def _declares_constant(recording: Recording) -> bool:
+    name = recording.manifest.input_name or ""
+    return declares_constant(name.removeprefix(f"{SYNTHETIC}:"))
 
 
 def same_arithmetic(left: Recording, right: Recording) -> bool:

@@ -100,7 +100,7 @@ def diff_layer(
 
 def _judged_stages(pair: LayerPair, arithmetic: Arithmetic, limits: Limits) -> Judgement:
     # A dump is held to what it means to make of the projections that it got itself.
-    given = pair.given if pair.brought is None else pair.own_given
+    given = pair.given if pair.brought is None else pair.own_given()
     return judge_observed(given, pair.own, arithmetic, limits)
 
 

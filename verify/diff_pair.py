@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.interface import INDEX, MAIN, QUERY, LayerInputs, Observed, StageKey
+from needlepoint.optimized.interface import (
+    MAIN,
+    QUERY,
+    CompressorInputs,
+    LayerInputs,
+    Observed,
+    StageKey,
+)
 from needlepoint.reference.profile import Precision
 from needlepoint.verify.byte_compare import equal_rows
 from needlepoint.verify.compare import compare_dense
@@ -33,14 +41,15 @@ class LayerPair:
     given, meant
         What the other side was given, and what it observed.
     own_given, own
-        The same of the judged side.
+        The same of the judged side. What it was given is read anew for each use, so that no layer
+        of both sides stands in memory while stages are judged.
     brought
         Stages that a dump holds, common input among them; None for a recording, which holds all.
     """
 
     given: LayerInputs
     meant: Observed
-    own_given: LayerInputs
+    own_given: Callable[[], LayerInputs]
     own: Observed
     brought: frozenset[StageKey] | None = None
 
@@ -49,7 +58,7 @@ class LayerPair:
         """Stages that both sides brought, what both were given among them."""
         if self.brought is not None:
             return self.brought
-        return frozenset(layer_record(self.own_given, self.own).stages)
+        return frozenset(layer_record(self.own_given(), self.own).stages)
 
 
 def require_same_constants(pair: LayerPair) -> None:
@@ -60,16 +69,17 @@ def require_same_constants(pair: LayerPair) -> None:
     RecordingError
         Naming every constant that differs.
     """
-    one, other = pair.given, pair.own_given
+    one, other = pair.given, pair.own_given()
     constants: dict[str, tuple[object, object]] = {
         name: (getattr(one, name), getattr(other, name))
-        for name in ("ratio", "lengths", "norm_eps", "topk", "weight_scale")
+        for name in ("ratio", "lengths", "norm_eps", "topk", "weight_scale", "index_rope")
     }
     tensors = {"rope_table": (one.rope_table, other.rope_table)}
-    for path, mine, theirs in ((INDEX, one.index, other.index), (MAIN, one.main, other.main)):
-        if mine is not None and theirs is not None:
-            tensors[f"{path}.ape"] = (mine.ape, theirs.ape)
-            tensors[f"{path}.norm_weight"] = (mine.norm_weight, theirs.norm_weight)
+    for path, mine, theirs in _both(one, other):
+        tensors[f"{path}.ape"] = (mine.ape, theirs.ape)
+        tensors[f"{path}.norm_weight"] = (mine.norm_weight, theirs.norm_weight)
+        if mine.norm_bias is not None and theirs.norm_bias is not None:
+            tensors[f"{path}.norm_bias"] = (mine.norm_bias, theirs.norm_bias)
     different = [name for name, (x, y) in constants.items() if x != y]
     different += [name for name, (x, y) in tensors.items() if not torch.equal(x, y)]
     if different:
@@ -77,6 +87,13 @@ def require_same_constants(pair: LayerPair) -> None:
             f"layer {one.layer}: {', '.join(different)} differ between the recordings; expected "
             "two recordings of one model and one input"
         )
+
+
+def _both(
+    one: LayerInputs, other: LayerInputs
+) -> list[tuple[str, CompressorInputs, CompressorInputs]]:
+    """Return the key paths that both sides have."""
+    return [(p, one.paths[p], other.paths[p]) for p in one.paths if p in other.paths]
 
 
 def given_errors(pair: LayerPair) -> dict[StageKey, StageErrors]:
@@ -92,19 +109,19 @@ def given_errors(pair: LayerPair) -> dict[StageKey, StageErrors]:
     """
     if pair.brought is not None:
         return _dumped_errors(pair, pair.brought)
-    one, other = pair.given, pair.own_given
+    one, other = pair.given, pair.own_given()
     rows = {(MAIN, INPUT): equal_rows(other.hidden, one.hidden, "input")}
-    for path, meant, own in ((INDEX, one.index, other.index), (MAIN, one.main, other.main)):
-        if meant is not None and own is not None:
-            rows[path, PROJECTED] = equal_rows(
-                torch.cat((own.kv, own.score), dim=1),
-                torch.cat((meant.kv, meant.score), dim=1),
-                f"{path}.projected",
-            )
+    for path, meant, own in _both(one, other):
+        name = f"{path}.projected"
+        row = equal_rows(own.kv, meant.kv, name)
+        if meant.score.shape[1]:  # nothing is pooled at ratio 1
+            score = equal_rows(own.score, meant.score, name)
+            row = row.join(score, first_dim=meant.kv.shape[1])
+        rows[path, PROJECTED] = row
     if one.query is not None and other.query is not None:
-        meant_q = torch.cat((one.query.q.flatten(1), one.query.weights), dim=1)
-        own_q = torch.cat((other.query.q.flatten(1), other.query.weights), dim=1)
-        rows[QUERY, PROJECTED] = equal_rows(own_q, meant_q, "query.projected")
+        row = equal_rows(other.query.q, one.query.q, "query.projected")
+        heads = equal_rows(other.query.weights, one.query.weights, "query.projected")
+        rows[QUERY, PROJECTED] = row.join(heads, first_dim=one.query.q[0].numel())
     return {key: StageErrors(key, row, row, "elements") for key, row in rows.items()}
 
 
@@ -132,16 +149,18 @@ def dumped_projection(own: Tensor, meant: Tensor, width: int, latent: float = 0.
 
 
 def _dumped_errors(pair: LayerPair, brought: frozenset[StageKey]) -> dict[StageKey, StageErrors]:
-    one, other = pair.given, pair.own_given
+    one, other = pair.given, pair.own_given()
     rows: dict[StageKey, RowErrors] = {}
     if (MAIN, INPUT) in brought:
         rows[MAIN, INPUT] = equal_rows(other.hidden, one.hidden, "input")
     width = one.hidden.shape[1]
-    for path, meant, own in ((INDEX, one.index, other.index), (MAIN, one.main, other.main)):
-        if meant is not None and own is not None and (path, PROJECTED) in brought:
-            kv = dumped_projection(own.kv, meant.kv, width)
-            score = dumped_projection(own.score, meant.score, width)
-            rows[path, PROJECTED] = kv.join(score, first_dim=meant.kv.shape[1])
+    for path, meant, own in _both(one, other):
+        if (path, PROJECTED) in brought:
+            row = dumped_projection(own.kv, meant.kv, width)
+            if meant.score.shape[1]:
+                score = dumped_projection(own.score, meant.score, width)
+                row = row.join(score, first_dim=meant.kv.shape[1])
+            rows[path, PROJECTED] = row
     if one.query is not None and other.query is not None and (QUERY, PROJECTED) in brought:
         q = dumped_projection(other.query.q.flatten(1), one.query.q.flatten(1), width, LATENT)
         weights = dumped_projection(other.query.weights, one.query.weights, width)

@@ -68,7 +68,7 @@ class LayerReader:
         DumpError
             As :meth:`Dump.read_layer`.
         """
-        known = (INDEX, MAIN) if self._base.ratio == 4 else (MAIN,)
+        known = self._base.paths
         places = {str(p): pages for p, pages in self._mapping.pages.items() if p in known}
         tables = {path: self._table(path, pages) for path, pages in places.items()}
         dense = {
@@ -103,9 +103,9 @@ class LayerReader:
         if self._mapping.tokens is not None:
             how = f"{passes} passes placed by position, {dropped} padding rows left out"
         ranks = f", {self._mapping.ranks} ranks joined" if self._mapping.ranks > 1 else ""
-        common = {(MAIN, INPUT), (MAIN, PROJECTED)}
-        if self._base.ratio == 4:
-            common |= {(INDEX, PROJECTED), (QUERY, PROJECTED)}
+        common = {(MAIN, INPUT), *((path, PROJECTED) for path in self._base.paths)}
+        if self._base.query is not None:
+            common.add((QUERY, PROJECTED))
         assumed = sorted(".".join(key) for key in common - self._brought)
         notes = "".join(f"; {note}" for note in self._notes)
         return f"dump: {how}{ranks}{notes}; not in the dump, as recorded: " + (
@@ -119,12 +119,19 @@ class LayerReader:
     def _parts(self, name: str) -> list[Tensor] | None:
         """Return the rows of every pass, ranks joined; None where the mapping has no such rows."""
         source = self._mapping.rows.get(name)
-        if source is None or (self._base.ratio != 4 and not name.startswith(MAIN)):
-            return None  # layers of ratio 128 have the main path alone
+        if source is None or not self._has(name):
+            return None
         if isinstance(source, str):
             source = Source(tensor=source)
         steps = self._mapping.steps or (None,)
         return [self._joined(name, source, step) for step in steps]
+
+    def _has(self, name: str) -> bool:
+        """Whether this layer has the path of a name: a mapping serves layers of every ratio."""
+        path = name.partition(".")[0]
+        if path == QUERY:
+            return self._base.query is not None
+        return path in self._base.paths or name == f"{MAIN}.{INPUT}"
 
     def _joined(self, name: str, source: Source, step: int | None) -> Tensor:
         ranks = range(self._mapping.ranks if source.shard else 1)
@@ -168,11 +175,12 @@ class LayerReader:
         if hidden is not None:
             base = replace(base, hidden=_like(hidden, base.hidden, "main.input"))
             self._brought.add((MAIN, INPUT))
-        for path in (INDEX, MAIN):
-            own = base.index if path == INDEX else base.main
+        for path, own in base.paths.items():
             names = (f"{path}.projected.kv", f"{path}.projected.score")
             kv, score = (self._token_rows(name) for name in names)
-            if own is None or (kv is None and score is None):
+            if not own.score.shape[1] and kv is not None:  # nothing is pooled at ratio 1
+                score = own.score
+            if kv is None and score is None:
                 continue
             if kv is None or score is None:
                 raise DumpError(f"{names[0]} and {names[1]} go together; map both or neither")

@@ -35,12 +35,13 @@ from needlepoint.optimized.pages import allocate, page_rows
 from needlepoint.reference.profile_engines import engine_profile
 from needlepoint.verify.bench_sglang import find_sglang, load_sglang
 from needlepoint.verify.engine_plan import completed, entry_slots, switches
+from needlepoint.verify.engine_sglang_topk import TopK, select
 from needlepoint.verify.stored_rows import decoded_queries, read_stored
 
 _MAX_TOKENS = 65_535
 """A plan holds token numbers in 16 bits."""
-_ROW = 256
-"""Columns of a score row are padded to a multiple of this: the top-k reads 16 bytes at a time."""
+_ROWS = 256
+"""Queries that are scored together."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def source_digest(root: Path) -> str:
 
 
 class SglangCandidate:
-    """``sglang:fp8`` or ``sglang:fp4``.
+    """``sglang:fp8`` or ``sglang:fp4``, with top-k v2 or, as ``sglang:fp8-topk-v1``, v1.
 
     Parameters
     ----------
@@ -106,18 +107,23 @@ class SglangCandidate:
         ``"fp8"`` or ``"fp4"``.
     load
         Where kernels come from.
+    topk
+        Which top-k kernel picks.
     """
 
-    def __init__(self, key_format: str, load: Callable[[], Kernels] = load_kernels) -> None:
+    def __init__(
+        self, key_format: str, load: Callable[[], Kernels] = load_kernels, topk: TopK = "v2"
+    ) -> None:
         self._format = key_format
+        self._topk: TopK = topk
         self._kernels = load()
         self.info = CandidateInfo(
-            name=f"sglang:{key_format}",
+            name=f"sglang:{key_format}" + ("" if topk == "v2" else f"-topk-{topk}"),
             format=key_format,
             device=self._kernels.device,
             profile="sglang",
             variant=f"sglang {self._kernels.version}, compress v2, norm_rope_store {key_format}, "
-            "main 584, top-k v2",
+            f"main 584, top-k {topk}",
             source_sha256=self._kernels.digest,
         )
 
@@ -152,7 +158,7 @@ class SglangCandidate:
             return Observed(dense=dense, stored=stored, path_taken=path_taken)
         query = self._query(inputs)
         picks = self._picks(inputs, stored[INDEX], query)
-        path_taken += "; top-k v2 over fp32 scores of its own keys and queries"
+        path_taken += f"; top-k {self._topk} over fp32 scores of its own keys and queries"
         return Observed(dense=dense, stored=stored, query=query, topk=picks, path_taken=path_taken)
 
     def _store(
@@ -247,30 +253,17 @@ class SglangCandidate:
         for length in inputs.lengths:
             count = length // inputs.ratio
             own = keys[entry : entry + count]
-            for start in range(first, first + length, _ROW):
-                rows = slice(start, min(start + _ROW, first + length))
+            for start in range(first, first + length, _ROWS):
+                rows = slice(start, min(start + _ROWS, first + length))
                 dots = torch.einsum("shd,td->sht", values[rows].to(device), own).relu_()
                 scores = (dots * weights[rows].to(device).unsqueeze(-1)).sum(1)
                 visible = (
                     torch.arange(rows.start - first + 1, rows.stop - first + 1) // inputs.ratio
                 )
-                picks.append(self._select(scores, visible.to(torch.int32), inputs.topk))
+                seen, module = visible.to(torch.int32), self._kernels.topk
+                picks.append(select(module, self._topk, scores, seen, inputs.topk))
             first, entry = first + length, entry + count
         return torch.cat(picks)
-
-    def _select(self, scores: Tensor, visible: Tensor, k: int) -> Tensor:
-        """Return what their top-k v2 picks, int32 ``[rows, k]``."""
-        device, module = self._kernels.device, self._kernels.topk
-        width = max(_ROW, -(-scores.shape[1] // _ROW) * _ROW)
-        padded = scores.new_full((len(scores), width), -torch.inf)
-        padded[:, : scores.shape[1]] = scores
-        lengths = visible.to(device)
-        out = torch.full((len(scores), k), -1, dtype=torch.int32, device=device)
-        plan = module.plan_topk_v2(lengths)
-        if device == "cuda":
-            torch.cuda.synchronize()  # their plan must not directly precede the kernel
-        module.topk_transform_paged_v2(padded, lengths, None, out, page_rows(4), plan)
-        return out.cpu()
 
 
 def _version(package: str) -> str:
@@ -288,3 +281,13 @@ def fp8() -> SglangCandidate:
 def fp4() -> SglangCandidate:
     """Return ``sglang:fp4``."""
     return SglangCandidate("fp4")
+
+
+def fp8_topk_v1() -> SglangCandidate:
+    """Return ``sglang:fp8-topk-v1``."""
+    return SglangCandidate("fp8", topk="v1")
+
+
+def fp4_topk_v1() -> SglangCandidate:
+    """Return ``sglang:fp4-topk-v1``."""
+    return SglangCandidate("fp4", topk="v1")

@@ -11,7 +11,7 @@ from needlepoint.reference.profile import (
     Arithmetic,
     needlepoint_profile,
 )
-from needlepoint.reference.profile_engines import ENGINES, engine_profile
+from needlepoint.reference.profile_engines import ENGINES, TOKEN_ENGINES, engine_profile
 
 NEEDLEPOINT = "needlepoint"
 
@@ -39,10 +39,11 @@ def profile_of(info: CandidateInfo) -> Arithmetic:
         return replace(needlepoint_profile(info.format), accumulator=units[info.accumulator])
     if info.profile in CONTRACTS:
         return CONTRACTS[info.profile]
-    if info.profile in ENGINES:
+    engines = ENGINES | TOKEN_ENGINES
+    if info.profile in engines:
         try:
             return engine_profile(info.profile, info.format)
         except ValueError as error:
             raise ValueError(f"candidate {info.name}: {error}") from error
-    known = ", ".join([NEEDLEPOINT, *CONTRACTS, *ENGINES])
+    known = ", ".join([NEEDLEPOINT, *CONTRACTS, *engines])
     raise ValueError(f"candidate {info.name}: profile {info.profile!r}, expected one of {known}")

@@ -24,7 +24,9 @@ from needlepoint.optimized.interface import (
     QueryRows,
     ScoreReader,
     StageKey,
+    no_compressor,
 )
+from needlepoint.reference.names import PER_TOKEN
 from needlepoint.verify.manifest import (
     LayerRecord,
     PoolRecord,
@@ -33,6 +35,7 @@ from needlepoint.verify.manifest import (
     first_fault,
 )
 from needlepoint.verify.recordings_file import TensorSource, tensor_source
+from needlepoint.verify.recordings_rules import recorded_paths
 from needlepoint.verify.stages import (
     ATTENTION,
     INPUT,
@@ -57,8 +60,7 @@ def layer_record(inputs: LayerInputs, observed: Observed) -> LayerRecord:
     RecordingError
         Where a scalar or a stage is not one that a recording can hold.
     """
-    given = [(MAIN, PROJECTED), (MAIN, INPUT)]
-    given += [(INDEX, PROJECTED)] if inputs.index is not None else []
+    given = [(MAIN, INPUT), *((path, PROJECTED) for path in inputs.paths)]
     given += [(QUERY, PROJECTED)] if inputs.query is not None else []
     query = observed.query
     found: list[StageKey] = [*given, *observed.dense, *((path, STORED) for path in observed.stored)]
@@ -90,6 +92,7 @@ def layer_record(inputs: LayerInputs, observed: Observed) -> LayerRecord:
                 "seed": inputs.seed,
                 "peak_transient_bytes": observed.peak_transient_bytes,
                 "path_taken": observed.path_taken,
+                "index_rope": inputs.index_rope,
             }
         )
     except ValidationError as error:
@@ -99,12 +102,13 @@ def layer_record(inputs: LayerInputs, observed: Observed) -> LayerRecord:
 def layer_sources(inputs: LayerInputs, observed: Observed) -> dict[str, TensorSource]:
     """Return every tensor of a layer by name, hidden states apart."""
     tensors: dict[str, Tensor] = {"given.rope_table": inputs.rope_table}
-    for path, given in ((INDEX, inputs.index), (MAIN, inputs.main)):
-        if given is not None:
-            tensors[f"{path}.projected.kv"] = given.kv
-            tensors[f"{path}.projected.score"] = given.score
-            tensors[f"{path}.given.ape"] = given.ape
-            tensors[f"{path}.given.norm_weight"] = given.norm_weight
+    for path, given in inputs.paths.items():
+        tensors[f"{path}.projected.kv"] = given.kv
+        tensors[f"{path}.projected.score"] = given.score
+        tensors[f"{path}.given.ape"] = given.ape
+        tensors[f"{path}.given.norm_weight"] = given.norm_weight
+        if given.norm_bias is not None:
+            tensors[f"{path}.given.norm_bias"] = given.norm_bias
     if inputs.query is not None:
         tensors["query.projected.q"] = inputs.query.q
         tensors["query.projected.weights"] = inputs.query.weights
@@ -152,10 +156,13 @@ def layer_inputs(
             score=tensor(f"{prefix}{path}.projected.score"),
             ape=tensor(f"{prefix}{path}.given.ape"),
             norm_weight=tensor(f"{prefix}{path}.given.norm_weight"),
+            norm_bias=tensor(f"{prefix}{path}.given.norm_bias")
+            if record.ratio == PER_TOKEN
+            else None,
         )
 
-    query = None
-    if record.ratio == 4:
+    paths, query = recorded_paths(record.ratio), None
+    if INDEX in paths:
         query = QueryInputs(
             q=tensor(f"{prefix}query.projected.q"),
             weights=tensor(f"{prefix}query.projected.weights"),
@@ -164,8 +171,8 @@ def layer_inputs(
         layer=record.layer,
         ratio=record.ratio,
         lengths=lengths,
-        index=compressor(INDEX) if record.ratio == 4 else None,
-        main=compressor(MAIN),
+        index=compressor(INDEX) if INDEX in paths else None,
+        main=compressor(MAIN) if MAIN in paths else no_compressor(sum(lengths)),
         query=query,
         rope_table=tensor(f"{prefix}given.rope_table"),
         norm_eps=record.norm_eps,
@@ -178,6 +185,7 @@ def layer_inputs(
             if name.startswith(parameters)
         },
         seed=record.seed,
+        index_rope=record.index_rope,
     )
 
 

@@ -16,8 +16,12 @@ def config_record(config: ModelConfig) -> str | dict[str, JsonValue]:
     if MODELS.get(config.name) == config:
         return config.name
     # The name may be the path of a file on this machine.
-    shapes = {**asdict(config), "name": "recorded", "compress_ratios": [*config.compress_ratios]}
-    return shapes
+    return {
+        **asdict(config),
+        "name": "recorded",
+        "compress_ratios": [*config.compress_ratios],
+        "index_rope": config.index_rope.value,
+    }
 
 
 def recorded_config(model: str | dict[str, JsonValue]) -> ModelConfig:
@@ -37,13 +41,16 @@ def recorded_config(model: str | dict[str, JsonValue]) -> ModelConfig:
             )
         return MODELS[model]
     known = {field.name for field in fields(ModelConfig)}
-    if set(model) != known:
-        wrong = sorted(set(model) ^ known)
+    wrong = sorted((set(model) ^ known) - (_LATER - set(model)))
+    if wrong:
         raise RecordingError(f"manifest: model fields {wrong} are missing or unknown")
     try:
         return _ADAPTER.validate_json(json.dumps(model), strict=True)
     except ValidationError as error:
         raise RecordingError(f"manifest: model: {first_fault(error)}") from error
 
+
+_LATER = {"index_norm_eps", "index_rope"}
+"""Fields that older recordings lack: of a kind of layer that they could not hold."""
 
 _ADAPTER = TypeAdapter(ModelConfig)

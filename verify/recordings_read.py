@@ -95,6 +95,19 @@ class Recording:
         """
         return self.tensor(self.input_name(layer))
 
+    def read_given(self, layer: int) -> LayerInputs:
+        """Return what a layer was given, backed by its file.
+
+        Raises
+        ------
+        RecordingError
+            Where the layer was not recorded.
+        """
+        names = self.manifest.tensors
+        return layer_inputs(
+            self.record(layer), self.manifest.requests, self.tensor, names, self.hidden(layer)
+        )
+
     def read_layer(self, layer: int) -> tuple[LayerInputs, Observed]:
         """Return what a layer was given and what was observed, as the writer took them.
 
@@ -116,8 +129,7 @@ class Recording:
             name = f"{layer_prefix(layer)}index.scores.{request}"
             return self.rows(name, slice(start, stop))
 
-        inputs = layer_inputs(record, lengths, self.tensor, names, self.hidden(layer))
-        return inputs, layer_observed(record, lengths, self.tensor, names, scores)
+        return self.read_given(layer), layer_observed(record, lengths, self.tensor, names, scores)
 
 
 def open_recording(directory: Path) -> Recording:

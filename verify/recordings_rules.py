@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from needlepoint.optimized.interface import INDEX, MAIN, QUERY, StageKey
+from needlepoint.reference.names import PER_TOKEN
 from needlepoint.verify.manifest import LayerRecord, RecordingError, TensorRecord
 from needlepoint.verify.stages import (
     ATTENTION,
@@ -118,24 +119,32 @@ def check_layer(
             )
 
 
+def recorded_paths(ratio: int) -> tuple[str, ...]:
+    """Return the key paths of a layer."""
+    return {PER_TOKEN: (INDEX,), 4: (INDEX, MAIN)}.get(ratio, (MAIN,))
+
+
 def _layer_rules(
     record: LayerRecord, lengths: Sequence[int], tensors: Mapping[str, TensorRecord]
 ) -> dict[str, TensorRule]:
     """Return the rule of every tensor by its name without the layer's prefix."""
     prefix, tokens = layer_prefix(record.layer), sum(lengths)
-    paths = (INDEX, MAIN) if record.ratio == 4 else (MAIN,)
+    paths = recorded_paths(record.ratio)
     widths = {
         path: _dim(tensors, f"{prefix}{path}.given.norm_weight", axis=0, rank=1) for path in paths
     }
     rules = {"given.rope_table": TensorRule(("F32",), (max(lengths), None, 2))}
     for path, width in widths.items():
         columns = width * (2 if record.ratio == 4 else 1)  # overlapping windows need both halves
+        pooled = 0 if record.ratio == PER_TOKEN else columns
         rules[f"{path}.given.norm_weight"] = TensorRule(("F32",), (width,))
-        rules[f"{path}.given.ape"] = TensorRule(("F32",), (record.ratio, columns))
+        if record.ratio == PER_TOKEN:
+            rules[f"{path}.given.norm_bias"] = TensorRule(("F32",), (width,))
+        rules[f"{path}.given.ape"] = TensorRule(("F32",), (record.ratio, pooled))
         rules[f"{path}.projected.kv"] = TensorRule(_FLOATS, (tokens, columns))
-        rules[f"{path}.projected.score"] = TensorRule(_FLOATS, (tokens, columns))
+        rules[f"{path}.projected.score"] = TensorRule(_FLOATS, (tokens, pooled))
     heads = 0
-    if record.ratio == 4:
+    if INDEX in paths:
         heads = _dim(tensors, f"{prefix}query.projected.q", axis=1, rank=3)
         rules["query.projected.q"] = TensorRule(_FLOATS, (tokens, heads, widths[INDEX]))
         rules["query.projected.weights"] = TensorRule(_FLOATS, (tokens, heads))

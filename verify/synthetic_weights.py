@@ -11,7 +11,7 @@ from torch import Tensor
 from needlepoint.reference.weights import CompressorWeights, LayerWeights
 from needlepoint.verify.synthetic_draw import Draw
 
-ROPE_DIMS = 64  # trailing dims of a row; every DeepSeek-V4 model rotates 64
+ROPE_DIMS = 64  # every model rotates 64: the first ones at ratio 1, else the last
 OUTLIER_DIMS = 3
 
 _Change = Callable[[CompressorWeights], CompressorWeights]
@@ -33,6 +33,7 @@ def outlier_weights(weights: LayerWeights, draw: Draw) -> LayerWeights:
     def change(compressor: CompressorWeights) -> CompressorWeights:
         norm = compressor.norm.clone()
         dims = torch.from_numpy(draw.channels(len(norm) - ROPE_DIMS, OUTLIER_DIMS))
+        dims = dims + (0 if compressor.norm_bias is None else ROPE_DIMS)
         gains = draw.integers(12, 40, (OUTLIER_DIMS,)) * draw.signs((OUTLIER_DIMS,))
         norm[dims] = torch.from_numpy(gains).to(torch.float32)
         return replace(compressor, norm=norm)
@@ -49,13 +50,17 @@ def tied_weights(weights: LayerWeights, draw: Draw) -> LayerWeights:
     del draw
     if weights.index is None or weights.index_wq_b is None or weights.weights_proj is None:
         return weights
-    norm = weights.index.norm.clone()
-    norm[-ROPE_DIMS:] = 0.0
+    norm, bias = weights.index.norm.clone(), weights.index.norm_bias
+    if bias is None:
+        norm[-ROPE_DIMS:] = 0.0
+    else:
+        bias = bias.clone()
+        norm[:ROPE_DIMS] = bias[:ROPE_DIMS] = 0.0
     heads = len(weights.weights_proj)
     first_head = weights.index_wq_b[: len(weights.index_wq_b) // heads]
     return replace(
         weights,
-        index=replace(weights.index, norm=norm),
+        index=replace(weights.index, norm=norm, norm_bias=bias),
         index_wq_b=first_head.repeat(heads, 1),
     )
 
@@ -76,7 +81,8 @@ def pow2_weights(weights: LayerWeights, draw: Draw) -> LayerWeights:
         one[dims, dims % hidden] = torch.from_numpy(draw.signs((width,))).to(one.dtype)
         # Both halves of overlapping windows copy the same channels with the same signs.
         wkv = one.repeat(len(compressor.wkv) // width, 1)
-        return CompressorWeights(
+        return replace(
+            compressor,
             wkv=wkv,
             wgate=torch.zeros_like(compressor.wgate),
             ape=torch.zeros_like(compressor.ape),

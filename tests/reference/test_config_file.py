@@ -116,6 +116,80 @@ def test_file_written_by_transformers(tmp_path: Path) -> None:
     same_model(written(tmp_path, FLASH_TRANSFORMERS), "v4-flash", 43)
 
 
+V32_HF: dict[str, Any] = {
+    "model_type": "deepseek_v32",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "rms_norm_eps": 1e-6,
+}
+GLM_HF: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "hidden_size": 6144,
+    "head_dim": 192,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 2048,
+    "qk_rope_head_dim": 64,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "index_topk_freq": 4,
+    "indexer_rope_interleave": True,
+    "indexer_types": ["full" if r else "shared" for r in MODELS["glm-5.2"].compress_ratios],
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    "rms_norm_eps": 1e-5,
+}
+
+
+def test_files_of_one_index_key_a_token(tmp_path: Path) -> None:
+    same_model(written(tmp_path, V32_HF), "v3.2", 61)
+    glm = load_config(written(tmp_path, GLM_HF))
+    wanted = MODELS["glm-5.2"]
+    assert glm.rope(compressed=True) == wanted.rope(compressed=True)
+    assert (glm.index_rope, glm.norm_eps, glm.index_norm_eps) == (wanted.index_rope, 1e-5, 1e-6)
+    assert glm.compress_ratios == wanted.compress_ratios
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_type": "another"}, "indexer_rope_interleave is None"),
+        ({"indexer_rope_interleave": "yes"}, "indexer_rope_interleave is 'yes'"),
+        ({"index_kpool": 4}, "index_kpool is 4"),
+        ({"index_topk_freq": 4}, "index_topk_freq is 4"),
+        ({"indexer_types": ["full"]}, "61 times"),
+        ({"indexer_types": ["some"] * 61}, "61 times"),
+        ({"indexer_types": "full"}, "61 times"),
+    ],
+)
+def test_what_is_not_one_key_a_token_is_refused(
+    tmp_path: Path, change: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        load_config(written(tmp_path, V32_HF | change))
+
+
+def test_a_ratio_of_one_in_a_list_of_ratios_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="compress_ratios"):
+        load_config(written(tmp_path, FLASH_HF | {"compress_ratios": [1] * 44}))
+
+
 def test_directory_with_a_config(tmp_path: Path) -> None:
     written(tmp_path, FLASH_HF)
     assert load_config(tmp_path).hidden_size == 4096

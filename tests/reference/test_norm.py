@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from needlepoint.reference.norm import rms_norm, tree_sum
+from needlepoint.reference.norm import layer_norm, rms_norm, tree_sum
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8, 96, 128, 1536])
@@ -62,3 +62,19 @@ def test_weight_is_optional() -> None:
 def test_wrong_input(x: torch.Tensor, weight: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="rms_norm"):
         rms_norm(x, weight, 1e-6)
+
+
+def test_layer_norm_is_that_of_torch_in_float64() -> None:
+    g = torch.Generator().manual_seed(5)
+    x = 3 + torch.randn(40, 128, generator=g, dtype=torch.float64)
+    weight, bias = torch.randn(2, 128, generator=g)
+
+    meant = torch.nn.functional.layer_norm(x, (128,), weight.double(), bias.double(), 1e-6)
+
+    assert torch.allclose(layer_norm(x, weight, bias, 1e-6), meant, rtol=1e-14, atol=1e-14)
+
+
+def test_layer_norm_needs_a_bias_of_its_width() -> None:
+    x = torch.ones(2, 128, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"bias \(64,\) for rows of 128"):
+        layer_norm(x, torch.ones(128), torch.ones(64), 1e-6)

@@ -7,8 +7,15 @@ from itertools import combinations
 import pytest
 
 from needlepoint.reference.formats import Floor, ScaleKind, Ties
-from needlepoint.reference.profile import Accumulator, ApePlacement, Arithmetic, Precision
-from needlepoint.reference.profile_engines import ENGINES, engine_profile
+from needlepoint.reference.profile import (
+    CONTRACTS,
+    Accumulator,
+    ApePlacement,
+    Arithmetic,
+    Precision,
+    contract_of,
+)
+from needlepoint.reference.profile_engines import ENGINES, TOKEN_ENGINES, engine_profile
 
 FP32, BF = Precision.FP32, Precision.BF16
 PROFILES = {(e, f): p for e, formats in ENGINES.items() for f, p in formats.items()}
@@ -105,3 +112,19 @@ def test_of_query_changes_nothing_else() -> None:
 def test_unknown_is_refused(engine: str, key_format: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine_profile(engine, key_format)
+
+
+def test_published_code_and_kernels_of_one_key_a_token_differ_in_every_switch_that_is_known() -> (
+    None
+):
+    published = engine_profile("deepseek-v3.2", "fp8")
+    sglang = engine_profile("sglang-v3.2", "fp8")
+    assert (published.normed, published.roped, published.rotated) == (BF, BF, BF)
+    assert (sglang.normed, sglang.roped, sglang.of_query.roped) == (FP32, BF, FP32)
+    assert (published.hadamard, sglang.hadamard) == (True, False)
+    assert published.index_key.scale is ScaleKind.UE8M0
+    assert sglang.index_key.scale is ScaleKind.FP32
+    assert all(p.name == engine for engine, f in TOKEN_ENGINES.items() for p in f.values())
+    assert contract_of("official", 1).index_key == published.index_key
+    assert contract_of("official", 4) is CONTRACTS["official"]
+    assert contract_of("exact", 1) is CONTRACTS["exact"]

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from needlepoint.reference.config import MODELS
+from needlepoint.reference.names import RopeLayout
 from needlepoint.reference.profile import Precision
 from needlepoint.reference.rope import (
     apply_rope,
+    from_pairs,
+    in_pairs,
     invert_rope,
     rope_frequencies,
     rope_rows,
@@ -36,10 +39,10 @@ def test_golden_frequencies() -> None:
     assert {i: int(f.view(torch.int32)[i]) for i in spots} == spots
 
 
-def test_all_presets_share_the_table() -> None:
+def test_presets_of_v4_share_the_table() -> None:
     golden = rope_frequencies(FLASH, compressed=True)
-    for model in MODELS.values():
-        assert torch.equal(rope_frequencies(model, compressed=True), golden)
+    for name in ("mini", "v4-pro"):
+        assert torch.equal(rope_frequencies(MODELS[name], compressed=True), golden)
 
 
 def test_plain_frequencies() -> None:
@@ -125,3 +128,25 @@ def test_wrong_dtypes() -> None:
         apply_rope(torch.zeros(1, 128), rows)
     with pytest.raises(ValueError, match="at least 64 dims"):
         apply_rope(torch.zeros(1, 32).double(), rows)
+
+
+@pytest.mark.parametrize("layout", RopeLayout)
+def test_layouts_rotate_their_own_pairs(layout: RopeLayout) -> None:
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(5, 128, generator=g, dtype=torch.float64)
+    rows = rope_rows(rope_frequencies(FLASH, compressed=True), torch.arange(5), Precision.FP32)
+    pairs = {
+        RopeLayout.TRAILING_PAIRS: [(64 + 2 * i, 65 + 2 * i) for i in range(32)],
+        RopeLayout.LEADING_PAIRS: [(2 * i, 2 * i + 1) for i in range(32)],
+        RopeLayout.LEADING_HALVES: [(i, 32 + i) for i in range(32)],
+    }[layout]
+    meant = x.clone()
+    for pair, (one, other) in enumerate(pairs):
+        cos, sin = rows[:, pair].unbind(1)
+        meant[:, one] = x[:, one] * cos - x[:, other] * sin
+        meant[:, other] = x[:, one] * sin + x[:, other] * cos
+
+    found = apply_rope(x, rows, layout)
+
+    assert torch.equal(found, meant)
+    assert torch.equal(from_pairs(in_pairs(x, layout, 32), layout, 32), x)

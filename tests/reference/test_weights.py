@@ -24,7 +24,7 @@ def tensors(weights: LayerWeights) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, value in vars(weights).items():
         if isinstance(value, CompressorWeights):
-            found |= {f"{name}.{part}": tensor for part, tensor in vars(value).items()}
+            found |= {f"{name}.{part}": tensor for part, tensor in value.tensors().items()}
         elif value is not None:
             found[name] = value
     return found

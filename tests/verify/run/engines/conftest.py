@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,11 +25,14 @@ from needlepoint.optimized.interface import (
     Observed,
     PagedRows,
     QueryRows,
+    ScoreReader,
     StageKey,
 )
 from needlepoint.reference.formats import Format, ScaleKind, decode, encode, pack_e2m1
+from needlepoint.reference.names import RopeLayout
 from needlepoint.reference.profile import ApePlacement, Arithmetic, Precision
 from needlepoint.reference.profile_engines import engine_profile
+from needlepoint.verify.inputs import Inputs, load_inputs
 
 _MATRIX = torch.from_numpy(hadamard(128)).float() * 128**-0.5
 
@@ -54,6 +59,50 @@ def packed(x: Tensor, fmt: Format) -> narrow.StoredRows:
     if fmt.element == "e4m3" and fmt.block == 128 and scales.dtype == torch.uint8:
         scales = torch.exp2(scales.float() - 127)  # a power of two in the fp32 slot
     return narrow.StoredRows(codes.numpy(), scales.contiguous().view(torch.uint8).numpy())
+
+
+def in_pages(
+    layout: str, rows: narrow.StoredRows, counts: Sequence[int], size: int, seed: int
+) -> PagedRows:
+    paged = pages.allocate(layout, size, counts, seed)
+    first = 0
+    for request, count in enumerate(counts):
+        span = slice(first, first + count)
+        pages.write_rows(paged, request, 0, narrow.StoredRows(rows.values[span], rows.scales[span]))
+        first += count
+    return paged
+
+
+def index_pages(row: Tensor, fmt: Format, counts: Sequence[int], size: int, seed: int) -> PagedRows:
+    layout = {"bf16": "index-bf16", "e4m3": "index-fp8", "e2m1": "index-fp4"}[fmt.element]
+    return in_pages(layout, packed(row, fmt), counts, size, seed)
+
+
+def stored_query(q: Tensor, given: LayerInputs, does: Arithmetic) -> tuple[QueryRows, Tensor]:
+    assert given.query is not None
+    fmt = does.index_query
+    held = encode(q, fmt)
+    weights = at(given.query.weights, does.query_input) * given.weight_scale
+    values = decode(held, fmt).float()
+    if fmt.scale is ScaleKind.NONE:
+        return QueryRows("bf16", held.codes, None, weights, False), values
+    assert held.scales is not None
+    if fmt.element == "e2m1":
+        codes = pack_e2m1(held.codes)
+        return QueryRows("fp4", codes, held.scales, weights, False), values
+    scale = held.scales[..., 0]
+    scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale
+    return QueryRows("fp8", held.codes, scale, weights * scale, True), values
+
+
+def picked(scores: ScoreReader, given: LayerInputs) -> Tensor:
+    picks = []
+    for request, length in enumerate(given.lengths):
+        block = scores(request, 0, length)
+        block = torch.nn.functional.pad(block, (0, given.topk), value=-torch.inf)
+        best = block.topk(given.topk, dim=1)
+        picks.append(best.indices.masked_fill(best.values == -torch.inf, -1))
+    return torch.cat(picks).to(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -104,19 +153,12 @@ class TorchEngine:
             seen = (torch.arange(start, stop) + 1) // 4
             return found.masked_fill(torch.arange(len(own)) >= seen[:, None], -torch.inf)
 
-        picks = []
-        for request, length in enumerate(given.lengths):
-            block = torch.nn.functional.pad(
-                scores(request, 0, length), (0, given.topk), value=-torch.inf
-            )
-            best = block.topk(given.topk, dim=1)
-            picks.append(best.indices.masked_fill(best.values == -torch.inf, -1))
         return Observed(
             dense=dense,
             stored=stored,
             query=query,
             scores=scores,
-            topk=torch.cat(picks).to(torch.int32),
+            topk=picked(scores, given),
         )
 
     def _rows(self, part: CompressorInputs, given: LayerInputs) -> dict[str, Tensor]:
@@ -155,10 +197,10 @@ class TorchEngine:
     def _pages(self, path: str, row: Tensor, given: LayerInputs) -> PagedRows:
         does, counts = self.does, [n // given.ratio for n in given.lengths]
         fmt = does.index_key if path == INDEX else does.main_nope
+        size = pages.page_rows(given.ratio)
         if path == INDEX:
-            layout = {"bf16": "index-bf16", "e4m3": "index-fp8", "e2m1": "index-fp4"}[fmt.element]
-            rows = packed(row, fmt)
-        elif fmt.element == "bf16":
+            return index_pages(row, fmt, counts, size, given.seed)
+        if fmt.element == "bf16":
             layout, rows = "main-bf16", packed(row, fmt)
         else:
             layout, nope = "main-584", packed(row[:, :448], fmt)
@@ -166,35 +208,16 @@ class TorchEngine:
             rows = narrow.StoredRows(
                 np.concatenate((nope.values, rope), 1), np.pad(nope.scales, ((0, 0), (0, 1)))
             )
-        paged = pages.allocate(layout, pages.page_rows(given.ratio), counts, given.seed)
-        first = 0
-        for request, count in enumerate(counts):
-            span = slice(first, first + count)
-            pages.write_rows(
-                paged, request, 0, narrow.StoredRows(rows.values[span], rows.scales[span])
-            )
-            first += count
-        return paged
+        return in_pages(layout, rows, counts, size, given.seed)
 
     def _query(self, given: LayerInputs) -> tuple[QueryRows, Tensor]:
         assert given.query is not None
-        does, fmt = self.does.of_query, self.does.index_query
+        does = self.does.of_query
         place = torch.cat([torch.arange(n) for n in given.lengths])
         table = at(given.rope_table, does.rope_table)[place].unsqueeze(1)
         q = at(rotate(at(given.query.q, does.query_input), table), does.roped)
         q = at(q @ _MATRIX, does.rotated) if does.hadamard else q
-        held = encode(q, fmt)
-        weights = at(given.query.weights, does.query_input) * given.weight_scale
-        values = decode(held, fmt).float()
-        if fmt.scale is ScaleKind.NONE:
-            return QueryRows("bf16", held.codes, None, weights, False), values
-        assert held.scales is not None
-        if fmt.element == "e2m1":
-            codes = pack_e2m1(held.codes)
-            return QueryRows("fp4", codes, held.scales, weights, False), values
-        scale = held.scales[..., 0]
-        scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale
-        return QueryRows("fp8", held.codes, scale, weights * scale, True), values
+        return stored_query(q, given, self.does)
 
 
 @pytest.fixture(scope="session")
@@ -204,5 +227,136 @@ def engine() -> Callable[..., Candidate]:
     def make(name: str, key_format: str, label: str = "", **switches: object) -> Candidate:
         does = replace(engine_profile(name, key_format), **switches)  # type: ignore[arg-type]
         return TorchEngine(name, key_format, does, label)
+
+    return make
+
+
+@dataclass(frozen=True)
+class TokenEngine:
+    """The same for layers of one index key a token."""
+
+    engine: str
+    key_format: str
+    does: Arithmetic
+
+    @property
+    def info(self) -> CandidateInfo:
+        name = f"test:{self.engine}-{self.key_format}"
+        return CandidateInfo(name, self.key_format, "cpu", self.engine, "torch", "0" * 64)
+
+    def stages(self, ratio: int) -> frozenset[StageKey]:
+        own = create("emulated:fused-bf16").stages(ratio)
+        meant = engine_profile(self.engine, self.key_format)
+        return own if meant.hadamard else own - {(INDEX, "rotated")}
+
+    def run(self, given: LayerInputs) -> Observed:
+        assert given.index is not None
+        assert given.index.norm_bias is not None
+        assert given.query is not None
+        does, part = self.does, given.index
+        place = torch.cat([torch.arange(n) for n in given.lengths])
+        table = at(given.rope_table, does.rope_table)[place]
+        read = at(part.kv, does.key_input)
+        normed = torch.nn.functional.layer_norm(
+            read, (128,), part.norm_weight, part.norm_bias, given.norm_eps
+        )
+        normed = at(normed, does.normed)
+        roped = at(rotate_first(normed, table, given.index_rope), does.roped)
+        key = at(roped @ _MATRIX, does.rotated) if does.hadamard else roped
+        q = at(given.query.q, does.query_input)
+        q = at(rotate_first(q, table.unsqueeze(1), given.index_rope), does.of_query.roped)
+        q = at(q @ _MATRIX, does.of_query.rotated) if does.hadamard else q
+        query, values = stored_query(q, given, does)
+        keys = decode(encode(key, does.index_key), does.index_key).float()
+        weights = at(given.query.weights, does.query_input) * given.weight_scale
+
+        def scores(request: int, start: int, stop: int) -> Tensor:
+            first = sum(given.lengths[:request])
+            own = keys[first : first + given.lengths[request]]
+            rows = slice(first + start, first + stop)
+            dots = torch.einsum("shd,td->sht", values[rows], own).relu()
+            found = (dots * weights[rows][..., None]).sum(1)
+            seen = torch.arange(start, stop) + 1
+            return found.masked_fill(torch.arange(len(own)) >= seen[:, None], -torch.inf)
+
+        dense = {(INDEX, "normed"): normed, (INDEX, "roped"): roped, (INDEX, "rotated"): key}
+        if (INDEX, "rotated") not in self.stages(1):
+            del dense[INDEX, "rotated"]
+        return Observed(
+            dense=dense,
+            stored={INDEX: index_pages(key, does.index_key, given.lengths, 64, given.seed)},
+            query=query,
+            scores=scores,
+            topk=picked(scores, given),
+        )
+
+
+def rotate_first(x: Tensor, table: Tensor, layout: RopeLayout) -> Tensor:
+    """Rotate the first 64 dims with strides alone, not through a permutation."""
+    cos, sin = table[..., 0], table[..., 1]
+    out = x.clone()
+    if layout is RopeLayout.LEADING_HALVES:
+        one, other = (..., slice(0, 32)), (..., slice(32, 64))
+    else:
+        one, other = (..., slice(0, 64, 2)), (..., slice(1, 64, 2))
+    out[one] = x[one] * cos - x[other] * sin
+    out[other] = x[one] * sin + x[other] * cos
+    return out
+
+
+_TOKEN_SHAPES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 64,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "index_topk": 24,
+    "rms_norm_eps": 1e-5,
+}
+_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+_TOKEN_MODELS: dict[str, dict[str, object]] = {
+    "v3.2": {
+        "model_type": "deepseek_v32",
+        "rope_theta": 10000,
+        "rope_scaling": {**_YARN, "beta_fast": 32, "beta_slow": 1},
+    },
+    "glm": {
+        "model_type": "glm_moe_dsa",
+        "indexer_types": ["full", "shared"],
+        "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def token_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return small models of one index key a token: DeepSeek-V3.2's and GLM-5's conventions."""
+    folder = tmp_path_factory.mktemp("models")
+    paths = {name: folder / f"{name}.json" for name in _TOKEN_MODELS}
+    for name, path in paths.items():
+        path.write_text(json.dumps({**_TOKEN_SHAPES, **_TOKEN_MODELS[name]}))
+    return paths
+
+
+@pytest.fixture(scope="session")
+def token_inputs(token_models: dict[str, Path]) -> Callable[..., Inputs]:
+    """Return a loader of synthetic input for one of them."""
+
+    def load(name: str = "v3.2", kind: str = "gaussian", layers: tuple[int, ...] = (0,)) -> Inputs:
+        model = str(token_models[name])
+        return load_inputs(f"synthetic:{kind}", model=model, tokens=150, layers=layers)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def token_engine() -> Callable[..., Candidate]:
+    """Return a maker of engines for one key a token; ``does`` names what it really computes."""
+
+    def make(name: str, key_format: str, does: str | None = None) -> Candidate:
+        return TokenEngine(name, key_format, engine_profile(does or name, key_format))
 
     return make

@@ -1,10 +1,13 @@
-"""SGLang's and DeepGEMM's candidates with stand-ins for their kernels: order, slots, layouts."""
+"""SGLang's candidates with stand-ins for their kernels (order, slots, layouts), and the kernels."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -17,15 +20,15 @@ from needlepoint.optimized.interface import INDEX, MAIN, Candidate, LayerInputs,
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import BF16_CONTRACT
 from needlepoint.verify import engine_deepgemm, engine_sglang
-from needlepoint.verify.engine_deepgemm import DeepGemm, DeepGemmCandidate
 from needlepoint.verify.engine_plan import completed, entry_slots, switches
 from needlepoint.verify.engine_sglang import Kernels, SglangCandidate
+from needlepoint.verify.engine_sglang_topk import select
 from needlepoint.verify.given import given_layer
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.pipeline import PipelineOutput
 from needlepoint.verify.result import CandidateResult
-from needlepoint.verify.stored_rows import read_stored
 
+ROOT = Path(__file__).parents[4]
 Codes: TypeAlias = Any
 Plan: TypeAlias = Any
 Engine = Callable[..., Candidate]
@@ -157,6 +160,15 @@ class FakeSglang:
             best = score[:seen].sort(descending=self.bug != "topk").indices[: out.shape[1]]
             out[row, : len(best)] = best.to(torch.int32).flip(0)  # in an order of their own
 
+    def topk_v1(
+        self, scores: Tensor, lengths: Tensor, table: Tensor, out: Tensor, size: int
+    ) -> None:
+        self.topk(scores, lengths, None, out, size, torch.zeros(1))
+        place = out.clamp(min=0).to(torch.int64)
+        slots = table.gather(1, place // size) * size + place % size
+        slots = slots + 10**6 if self.bug == "page" else slots
+        out[:] = torch.where(out < 0, -1, slots)
+
     def kernels(self) -> Kernels:
         compress = SimpleNamespace(
             CompressorPrefillPlan=SimpleNamespace(generate_legacy=self.generate_legacy),
@@ -167,7 +179,11 @@ class FakeSglang:
             fused_q_indexer_rope_hadamard_quant=self.query,
             fused_q_indexer_rope_hadamard_fp4_quant=self.query,
         )
-        topk = SimpleNamespace(plan_topk_v2=self.plan_topk_v2, topk_transform_paged_v2=self.topk)
+        topk = SimpleNamespace(
+            plan_topk_v2=self.plan_topk_v2,
+            topk_transform_paged_v2=self.topk,
+            topk_transform_paged=self.topk_v1,
+        )
         return Kernels(compress, norm_rope, topk, "0.5.23", "ab" * 32, "cpu")
 
 
@@ -203,6 +219,55 @@ def test_sglang_rows_queries_and_picks_come_back_in_order(
     assert "top-k v2 over fp32 scores" in kernel.path_taken
 
 
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_top_k_v1_is_a_candidate_of_its_own(
+    judge: Judge, fake: Callable[..., Any], fmt: str
+) -> None:
+    inputs, kernels = fake(fmt)
+
+    result = judge(inputs, SglangCandidate(fmt, kernels.kernels, "v1")).result
+
+    assert result.verdict == "match"
+    (candidate,) = result.candidates
+    assert candidate.name == f"sglang:{fmt}-topk-v1"
+    assert candidate.kernel.variant.endswith("top-k v1")
+    assert "top-k v1 over fp32 scores" in candidate.kernel.path_taken
+
+
+@pytest.mark.parametrize("bug", ["topk", "page"])
+def test_a_fault_of_top_k_v1_is_found(judge: Judge, fake: Callable[..., Any], bug: str) -> None:
+    inputs, kernels = fake("fp8")
+    kernels.bug = bug
+
+    (result,) = judge(inputs, SglangCandidate("fp8", kernels.kernels, "v1")).result.candidates
+
+    assert failed(result) == {"index.topk"}
+
+
+def test_top_k_v1_refuses_what_it_cannot_pick() -> None:
+    scores, visible = torch.zeros(2, 4096), torch.full((2,), 4096)
+    with pytest.raises(ValueError, match="takes at most 1024"):
+        select(SimpleNamespace(), "v1", scores, visible, 2048)
+
+
+@pytest.mark.parametrize("topk", ["v1", "v2"])
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_both_top_k_kernels_have_a_name(
+    fmt: str, topk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"sglang:{fmt}" + ("-topk-v1" if topk == "v1" else "")
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    module, _, factory = declared[ENTRY_POINT_GROUP][name].partition(":")
+    made: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        engine_sglang, "SglangCandidate", lambda key, topk="v2": made.append((key, topk))
+    )
+
+    getattr(importlib.import_module(module), factory)()
+
+    assert made == [(fmt, topk)]
+
+
 @pytest.mark.parametrize(
     ("bug", "stages"), [("slot", {"index.stored", "main.stored"}), ("topk", {"index.topk"})]
 )
@@ -235,92 +300,12 @@ def test_holes_in_a_plan_are_refused(fake: Callable[..., Any]) -> None:
         completed(plan, kernels.given[4])
 
 
-def scored(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    dots = torch.einsum("shd,td->sht", q.float(), keys)
-    return (dots.relu() * weights.unsqueeze(-1)).sum(1)
-
-
-@dataclass
-class FakeDeepGemm:
-    """Their signatures; columns out of range hold what was there before."""
-
-    factor: float = 1.0
-
-    def fp8_mqa_logits(
-        self, q: Tensor, keys: tuple[Tensor, Tensor], weights: Tensor, ks: Tensor, ke: Tensor
-    ) -> Tensor:
-        assert (q.dtype, keys[0].dtype, weights.dtype) == (
-            torch.float8_e4m3fn,
-            torch.float8_e4m3fn,
-            torch.float32,
-        )
-        found = scored(q, keys[0].float() * keys[1].unsqueeze(1), weights) * self.factor
-        return found.masked_fill(torch.arange(found.shape[1]) >= ke.unsqueeze(1), torch.nan)
-
-    def get_paged_mqa_logits_metadata(self, lengths: Tensor, page: int, sms: int) -> Tensor:
-        assert int(lengths.min()) > 0
-        assert (lengths.dim(), page) == (2, 64)
-        return torch.zeros(1)
-
-    def fp8_paged_mqa_logits(
-        self,
-        q: Tensor,
-        pool: Tensor,
-        weights: Tensor,
-        lengths: Tensor,
-        table: Tensor,
-        plan: Tensor,
-        longest: int,
-    ) -> Tensor:
-        assert pool.shape[1:] == (64, 1, 132)
-        raw = pool.reshape(len(pool), -1)[table[0].long()]
-        codes = raw[:, : 64 * 128].reshape(-1, 128).view(torch.float8_e4m3fn).float()
-        scales = raw[:, 64 * 128 :].contiguous().view(torch.float32).reshape(-1, 1)
-        return scored(q[:, 0], codes * scales, weights)[:, :longest] * self.factor
-
-    def load(self) -> DeepGemm:
-        return DeepGemm(self, "0.1.5", "cd" * 32, "cpu")
-
-
-@pytest.mark.parametrize("paged", [False, True])
-def test_deepgemm_scores_ragged_and_paged(judge: Judge, small_inputs: Load, paged: bool) -> None:
-    inputs = small_inputs(tokens=300, layers=(0, 1))
-
-    result = judge(inputs, DeepGemmCandidate(paged=paged, load=FakeDeepGemm().load)).result
-
-    assert result.verdict == "match"
-    scores = next(s for s in result.candidates[0].layers[0].stages if s.stage == "scores")
-    assert scores.rows_compared == 300
-    assert result.candidates[0].profile.switches["accumulator"] == "sm90-fp8"
-
-
-def test_a_gain_of_one_percent_in_the_scores_is_found(judge: Judge, small_inputs: Load) -> None:
-    """The short accumulator of Hopper widens the bound to 2^-13 of the terms, not to this."""
-    inputs = small_inputs(tokens=64, layers=(0,))
-
-    (result,) = judge(
-        inputs, DeepGemmCandidate(paged=False, load=FakeDeepGemm(1.01).load)
-    ).result.candidates
-
-    assert failed(result) == {"index.scores"}
-
-
 @pytest.mark.parametrize("load", [engine_sglang.load_kernels, engine_deepgemm.load_deepgemm])
 def test_without_a_card_they_say_so(load: Callable[[], object]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(ValueError, match="needs a CUDA device, and torch finds none"):
         load()
-
-
-def test_deepgemm_missing_or_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="deep_gemm is not installed"):
-        engine_deepgemm.load_deepgemm()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("importlib.import_module", lambda name: SimpleNamespace(__file__="x"))
-    with pytest.raises(ValueError, match="this version has no fp8_mqa_logits"):
-        engine_deepgemm.load_deepgemm()
 
 
 def test_switches_that_could_change_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,21 +323,20 @@ def test_they_are_known_by_entry_point() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", ["sglang:fp8", "sglang:fp4", "deepgemm:fp8", "deepgemm:fp8-paged"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sglang:fp8",
+        "sglang:fp4",
+        "needlepoint.verify.engine_sglang:fp8_topk_v1",
+        "needlepoint.verify.engine_sglang:fp4_topk_v1",
+        "deepgemm:fp8",
+        "deepgemm:fp8-paged",
+    ],
+)
 def test_the_kernels_themselves(judge: Judge, name: str) -> None:
     from needlepoint.optimized.candidates import create
     from needlepoint.verify.inputs import load_inputs
 
     inputs = load_inputs("synthetic", model="v4-flash", tokens=4400, layers=(2, 3))
     assert judge(replace(inputs, name=name), create(name)).result.verdict == "match"
-
-
-def test_an_index_without_entries(small_inputs: Load) -> None:
-    inputs = small_inputs(tokens=130, layers=(0,))
-    layer = ReferenceLayer(inputs.config, 0, inputs.weights(0), BF16_CONTRACT)
-    given = given_layer(inputs, 0, layer).inputs
-    short = replace(given, lengths=(128, 2))
-    observed = DeepGemmCandidate(paged=True, load=FakeDeepGemm().load).run(short)
-    assert observed.scores is not None
-    assert observed.scores(1, 0, 2).shape == (2, 0)
-    assert read_stored(observed.stored[INDEX]).values.shape[0] == 32
