@@ -1,4 +1,4 @@
-"""Make docs/reference/: the result from its JSON Schema, the Python interface from its docstrings.
+"""Make docs/reference/: results from their JSON Schemas, the Python interface from its docstrings.
 
 Run ``python docs/make_reference.py``; a test holds the pages to what it makes.
 """
@@ -34,21 +34,28 @@ PUBLIC: Final = {
     "needlepoint.verify.pytest_judge": ("Judge",),
 }
 """What other programs may rely on, by module."""
+EXPLAINED: Final = {
+    "result": "[Verdicts](../verdicts.md)",
+    "selftest": "[Self-test](../selftest.md)",
+}
+"""Pages that say what the fields of a schema mean."""
 
 
 def pages() -> dict[str, str]:
     """Return the text of every page by file name."""
-    return {"result.md": result_page(), "python.md": python_page()}
+    schemas = {f"{name}.md": schema_page(name) for name in EXPLAINED}
+    return {**schemas, "python.md": python_page()}
 
 
-def result_page() -> str:
-    """Return the page of ``needlepoint.result/1``."""
-    schema = json.loads(shipped_schema())
+def schema_page(name: str) -> str:
+    """Return the page of ``needlepoint.NAME/1``."""
+    schema = json.loads(shipped_schema(name))
+    file = f"../../verify/{name}.schema.json"
     lines = [
-        "# needlepoint.result/1",
+        f"# {schema['$id']}",
         "",
-        "Made from [the JSON Schema](../../verify/result.schema.json) by `docs/make_reference.py`.",
-        "[Verdicts](../verdicts.md) says what the figures mean. A field with a default may be",
+        f"Made from [the JSON Schema]({file}) by `docs/make_reference.py`.",
+        f"{EXPLAINED[name]} says what the figures mean. A field with a default may be",
         "absent in results of earlier versions.",
     ]
     lines += _fields("The whole", schema)

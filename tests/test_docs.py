@@ -24,9 +24,9 @@ import pytest
 
 from needlepoint.verify.cli import app
 from needlepoint.verify.cli_run import run_app
+from needlepoint.verify.defaults import load_defaults
 from needlepoint.verify.dump_mapping import load_mapping
 from needlepoint.verify.limits import Limits
-from needlepoint.verify.options import load_defaults
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples"

@@ -54,7 +54,8 @@ def test_import_contracts_name_every_module_of_the_reference() -> None:
     names = {path.stem for path in (ROOT / "reference").glob("*.py")} - {"__init__"}
     formats = {name for name in names if name.startswith("formats")}
     _, optimized, own = TOOLS["importlinter"]["contracts"]
-    others = {f"needlepoint.reference.{name}" for name in names - formats}
+    # names.py holds words and computes nothing: both sides may use them.
+    others = {f"needlepoint.reference.{name}" for name in names - formats - {"names"}}
     assert set(optimized["forbidden_modules"]) == others
     assert set(own["source_modules"]) == {f"needlepoint.reference.{name}" for name in formats}
     assert others < set(own["forbidden_modules"])

@@ -31,9 +31,10 @@ def test_pages_are_current(maker: ModuleType) -> None:
 
 
 def test_pages_hold_every_part(maker: ModuleType) -> None:
-    result, python = maker.result_page(), maker.python_page()
+    result, python = maker.schema_page("result"), maker.python_page()
     for wanted in ("## CandidateResult", "| `first_divergence` |", "FirstDivergence or null"):
         assert wanted in result
+    assert "## CaseResult" in maker.schema_page("selftest")
     for names in maker.PUBLIC.values():
         assert all(f"### `{name}`" in python for name in names)
     assert "needlepoint_judge" in python

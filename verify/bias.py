@@ -14,27 +14,19 @@ docs/limits.md. Rows made from equal input err alike and count as one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from needlepoint.verify.directions import Z_LIMIT
 from needlepoint.verify.key_side import StageErrors
 from needlepoint.verify.result_stage import BiasTest
 from needlepoint.verify.tally import FLIPS, Tally
 
-Z_LIMIT = 7.0
-"""A sound direction passes it once in 4e10 times; see docs/limits.md for the whole run."""
-
 ROWS_NEEDED = math.ceil(Z_LIMIT**2)
 """Fewer rows cannot reach the limit, however alike they are."""
-
-_WORDS = {
-    "gain": "bias, mean gain {:+.2e}",
-    "flips": "bias, code flips with a balance of {:+.2f}",
-    "ties": "bias, a share of {:.2f} of the exact ties against the tie rule",
-}
 
 _SMALLEST_NORM = 2.0**-100
 """Rows below it are made of subnormals that hardware may flush, always towards zero."""
@@ -84,16 +76,6 @@ def bias_tests(errors: StageErrors, limit: float) -> tuple[BiasTest, ...]:
         _tested(direction, window, Z_LIMIT * max(1.0, limit))
         for direction in _directions(tally, errors.lean)
     )
-
-
-def bias_note(tests: Iterable[BiasTest]) -> str | None:
-    """Return one line about the first direction that is no accident; None where there is none."""
-    for test in tests:
-        if test.exceeded:
-            side = "away from" if test.z > 0 else "towards"
-            what = _WORDS[test.test].format(test.effect)
-            return f"{what}: rows err {side} zero, z {abs(test.z):.1f} of at most {test.limit:.3g}"
-    return None
 
 
 def _directions(tally: Tensor, lean: float) -> Iterator[_Direction]:

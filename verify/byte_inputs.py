@@ -13,9 +13,9 @@ from needlepoint.reference.profile import BF16_CONTRACT
 from needlepoint.verify.bench_bytes import ByteCount, compare_inputs
 from needlepoint.verify.given import given_layer
 from needlepoint.verify.inputs import load_inputs
-from needlepoint.verify.synthetic import KINDS
+from needlepoint.verify.synthetic import VARIED
 
-SOURCES = ("mini", *(f"synthetic:{kind}" for kind in KINDS))
+SOURCES = ("mini", *(f"synthetic:{kind}" for kind in VARIED))
 
 
 def projected(source: str, tokens: int | None = None) -> Iterator[LayerInputs]:

@@ -16,22 +16,17 @@ from needlepoint.verify.recall_run import Gathered, join
 from needlepoint.verify.recall_verify import input_recall
 from needlepoint.verify.repeat import RepeatTally
 from needlepoint.verify.result import (
-    CANNOT_JUDGE,
-    DIFFER,
-    MATCH,
     CandidateResult,
-    FirstDivergence,
     FormatCost,
     Kernel,
     LayerResult,
     MemoryLaw,
     MemoryResult,
     Profile,
-    StageResult,
-    Verdict,
 )
 from needlepoint.verify.stage_results import row_tensors
-from needlepoint.verify.stages import COMPARED, stage_order
+from needlepoint.verify.stages import COMPARED
+from needlepoint.verify.verdicts import candidate_verdict, first_divergence
 
 
 @dataclass
@@ -156,63 +151,4 @@ def candidate_result(outcome: CandidateOutcome) -> CandidateResult:
             ),
             "repeat": None if outcome.repeat is None else outcome.repeat.result(),
         }
-    )
-
-
-def candidate_verdict(layers: Sequence[LayerResult]) -> Verdict:
-    """Return the verdict over layers: a shortfall outweighs a difference."""
-    stages = [stage for layer in layers for stage in layer.stages]
-    judged = [stage.verdict for stage in stages if stage.verdict is not None]
-    if not judged or CANNOT_JUDGE in judged:
-        return CANNOT_JUDGE
-    if DIFFER in judged or any(_accumulated_failed(stage) for stage in stages):
-        return DIFFER
-    return MATCH
-
-
-def first_divergence(layers: Sequence[LayerResult]) -> FirstDivergence | None:
-    """Return the first stage that differs, in layer and stage order, and its worst token.
-
-    Where no stage differs by its own doing but an accumulated error leaves its bound, the first
-    such stage is named: something between two observed stages was lost.
-    """
-    for layer in sorted(layers, key=lambda entry: entry.layer):
-        ordered = sorted(layer.stages, key=lambda s: stage_order((s.path, s.stage)))
-        for fails in (_differs, _accumulated_failed):
-            for stage in ordered:
-                if fails(stage) and stage.worst:
-                    return _divergence(layer, stage, fails is _differs)
-    return None
-
-
-def _divergence(layer: LayerResult, stage: StageResult, local: bool) -> FirstDivergence:
-    worst = stage.worst[0]
-    statistics = stage.local if local else stage.accumulated
-    failed = 0 if statistics is None else statistics.rows_failed
-    detail = f"{failed} of {stage.rows_compared} rows beyond the limit"
-    if not local:
-        detail += "; only the accumulated error: no observed stage shows it by itself"
-    for note in (worst.detail, stage.detail):
-        detail += f"; {note}" if note else ""
-    return FirstDivergence(
-        layer=layer.layer,
-        stage=stage.stage,
-        path=stage.path,
-        request=worst.request,
-        position=worst.position,
-        entry=worst.entry,
-        detail=detail,
-        error=worst.error,
-    )
-
-
-def _differs(stage: StageResult) -> bool:
-    return stage.verdict == DIFFER
-
-
-def _accumulated_failed(stage: StageResult) -> bool:
-    return (
-        stage.kind == COMPARED
-        and stage.accumulated is not None
-        and stage.accumulated.rows_failed > 0
     )

@@ -7,7 +7,6 @@ output, progress and errors to standard error.
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -16,15 +15,35 @@ import typer
 from needlepoint.verify import (
     cli_bench,
     cli_recall,
+    cli_rejudge,
     cli_selftest,
     cli_tools,
     commands,
     scenario_command,
 )
-from needlepoint.verify.atomic import write_files
-from needlepoint.verify.cli_run import Outputs, reader_may_leave, run_app, watched
+from needlepoint.verify.cli_options import (
+    Candidates,
+    CheckpointFolder,
+    Contract,
+    Debug,
+    Device,
+    Force,
+    Gates,
+    HtmlFile,
+    JsonFile,
+    JunitFile,
+    Layers,
+    LimitsFile,
+    MarkdownFile,
+    Model,
+    Quiet,
+    Seed,
+    Source,
+    Tokens,
+)
+from needlepoint.verify.cli_run import Outputs, reader_may_leave, watched
 from needlepoint.verify.environment import own_version
-from needlepoint.verify.failures import check_failures_folder
+from needlepoint.verify.main import main as main
 from needlepoint.verify.options import (
     REPEAT_GATE,
     check_device,
@@ -45,35 +64,6 @@ app = typer.Typer(
 )
 
 
-Source = Annotated[
-    str, typer.Option("--input", metavar="mini|synthetic[:KIND]|PATH", help="What to run over.")
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        metavar="mini|v4-flash|v4-pro|CONFIG.json", help="Model shapes; default: the input's."
-    ),
-]
-CheckpointFolder = Annotated[
-    Path | None,
-    typer.Option("--checkpoint", metavar="DIR", help="Weights; default: drawn from the seed."),
-]
-Contract = Annotated[
-    str, typer.Option(metavar="exact|bf16|official", help="What cost is counted against.")
-]
-Candidates = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="Repeatable; default: the four emulated candidates."),
-]
-Layers = Annotated[str | None, typer.Option(metavar="2,4-8", help="Layers; default: all.")]
-Tokens = Annotated[str | None, typer.Option(metavar="N", help="Tokens; default: all.")]
-Seed = Annotated[
-    str | None,
-    typer.Option(metavar="N", help="Seed of weights and synthetic input."),
-]
-Device = Annotated[
-    str, typer.Option(metavar="cpu|cuda", help="Which built-in candidates run where none is named.")
-]
 Stages = Annotated[
     str | None,
     typer.Option(metavar="pooled,index.stored", help="Stages to compare; default: all declared."),
@@ -84,13 +74,6 @@ ScenarioFile = Annotated[
 ]
 Seconds = Annotated[
     str | None, typer.Option(metavar="N", help="Time of --scenario all; default 60.")
-]
-LimitsFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="TOML: scale = X, or [stage] with value = Y.")
-]
-Gates = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATH<=VALUE", help="Repeatable; a figure of each candidate's result."),
 ]
 Repeat = Annotated[
     str, typer.Option(metavar="N", help="Run every candidate N times; each run must be the same.")
@@ -106,19 +89,6 @@ ShrinkFolder = Annotated[
 FailuresFolder = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Record every candidate that differs.")
 ]
-JsonFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the result, row errors beside it.")
-]
-JunitFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")]
-HtmlFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write a report to open in a browser.")
-]
-MarkdownFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write a summary for a pull request.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite output files.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print the verdict line only.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Print a traceback with an error.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -186,14 +156,10 @@ def verify(
     )
     if asked is not None:
         check_device(device)
-        if save_failures is not None:
-            check_failures_folder(save_failures)
+        scenario_command.check_failures(save_failures, force=force)
         with watched(ctx.obj, quiet=quiet) as progress:
             driven = scenario_command.run_scenarios(asked, progress)
-        if save_failures is not None:
-            save_failures.mkdir(exist_ok=True)
-            files = scenario_command.failure_files(driven.result, save_failures)
-            write_files(files, force=force)
+        scenario_command.save_failures(driven.result, save_failures, force=force)
         return outputs.finish(driven.result, driven.rows)
     request = commands.VerifyRequest(
         input=_input(input, model, checkpoint, layers, tokens, seed, device),
@@ -292,31 +258,6 @@ def _named(ctx: typer.Context, option: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-@app.command()
-def rejudge(
-    ctx: typer.Context,
-    result: Annotated[
-        Path, typer.Argument(metavar="RESULT", help="File of --json, row errors beside it.")
-    ],
-    limits: LimitsFile = None,
-    gate: Gates = None,
-    json: JsonFile = None,
-    junitxml: JunitFile = None,
-    html: HtmlFile = None,
-    markdown: MarkdownFile = None,
-    force: Force = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> int:
-    """Judge a saved result by other limits; nothing is rerun."""
-    outputs = Outputs.create(
-        json, junitxml, gate or [], force=force, quiet=quiet, html=html, markdown=markdown
-    )
-    with watched(ctx.obj, quiet=True):
-        output = commands.run_rejudge(result, limits)
-    return outputs.finish(output.result, output.rows, limits=True)
-
-
 def _input(
     source: str,
     model: str | None,
@@ -338,17 +279,9 @@ def _input(
     )
 
 
+app.command()(cli_rejudge.rejudge)
 app.command()(cli_tools.doctor)
 app.command()(cli_selftest.selftest)
 app.command()(cli_bench.bench)
 app.command()(cli_recall.recall)
 app.add_typer(cli_tools.fixtures_app, name="fixtures")
-
-
-def main() -> int:
-    """Run the command line of this process and return its exit code.
-
-    SIGTERM ends it as Ctrl-C does, so that nothing half-written is left behind.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    return run_app(app)

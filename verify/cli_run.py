@@ -13,15 +13,14 @@ from traceback import format_exception
 from typing import Final, Self, TextIO
 
 import typer
+from numpy.typing import ArrayLike
 from rich.console import Console
-from torch import Tensor
 
 from needlepoint.verify.atomic import check_writable, write_files
+from needlepoint.verify.defaults import Defaults, load_defaults
 from needlepoint.verify.gates import Gate, apply_gates, parse_gate
-from needlepoint.verify.html import html_report
 from needlepoint.verify.junit import junit_xml
 from needlepoint.verify.markdown import markdown_summary
-from needlepoint.verify.options import Defaults, load_defaults
 from needlepoint.verify.output import result_files, rows_path
 from needlepoint.verify.progress import NoProgress, Progress, TerminalProgress
 from needlepoint.verify.report import print_report
@@ -73,10 +72,12 @@ class Outputs:
         """
         parsed = tuple(parse_gate(text) for text in gates)
         outputs = cls(json, junitxml, parsed, force, quiet, html, markdown)
-        paths = [] if json is None else [rows_path(json), json]
-        paths += [path for path in (junitxml, html, markdown, svg) if path is not None]
+        paths = [path for path in (json, junitxml, html, markdown, svg) if path is not None]
         for path in paths:
             check_writable(path, force=force)
+        if json is not None:
+            paths.append(rows_path(json))
+            check_writable(paths[-1], force=force)
         resolved = [path.resolve() for path in paths]
         for path in resolved:
             if resolved.count(path) > 1:
@@ -86,7 +87,7 @@ class Outputs:
     def finish(
         self,
         result: Result,
-        rows: Mapping[str, Tensor],
+        rows: Mapping[str, ArrayLike],
         *,
         limits: bool = False,
         extra: Mapping[Path, bytes] | None = None,
@@ -103,6 +104,9 @@ class Outputs:
         if self.junitxml is not None:
             files[self.junitxml] = junit_xml(result)
         if self.html is not None:
+            # Loaded where it is used: `rejudge` of 43 layers has two seconds, and this needs torch.
+            from needlepoint.verify.html import html_report
+
             files[self.html] = html_report(result, rows)
         if self.markdown is not None:
             files[self.markdown] = markdown_summary(result)
@@ -111,6 +115,8 @@ class Outputs:
         write_files(files, force=self.force)
         with reader_may_leave():
             print_report(result, plain_console(sys.stdout), brief=self.quiet, limits=limits)
+        for note in result.notes if self.quiet else ():  # a full report holds them
+            _say(f"note: {note}")
         return EXIT_CODES[result.verdict]
 
 
@@ -174,19 +180,20 @@ def run_app(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     try:
         _check_text(arguments)
-        defaults = load_defaults(Path.cwd())
-        debug = debug or defaults.values.get("debug") is True
+        defaults = load_defaults(Path.cwd()) if _takes_defaults(arguments) else Defaults()
+        values = defaults.parameters
+        debug = debug or values.get("debug") is True
         code = app(
             arguments,
             prog_name="needlepoint",
             standalone_mode=False,
             obj=defaults,
             default_map={
-                "verify": defaults.values,
-                "diff": defaults.values,
-                "record": {k: v for k, v in defaults.values.items() if k not in _NOT_FOR_RECORD},
-                "selftest": {k: v for k, v in defaults.values.items() if k in _FOR_SELFTEST},
-                "recall": {k: v for k, v in defaults.values.items() if k not in _NOT_FOR_RECALL},
+                "verify": values,
+                "diff": values,
+                "record": {k: v for k, v in values.items() if k not in _NOT_FOR_RECORD},
+                "selftest": {k: v for k, v in values.items() if k in _FOR_SELFTEST},
+                "recall": {k: v for k, v in values.items() if k not in _NOT_FOR_RECALL},
             },
         )
     except (KeyboardInterrupt, typer.Abort):
@@ -196,6 +203,11 @@ def run_app(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     if code == EXIT_INTERRUPTED:
         _say("interrupted; nothing half-written is left behind")
     return code if isinstance(code, int) else 0
+
+
+def _takes_defaults(arguments: Sequence[str]) -> bool:
+    """Return whether a faulty table stops the command: not what helps to correct it."""
+    return arguments[:1] not in (["doctor"], ["--version"]) and not {"-h", "--help"} & {*arguments}
 
 
 def _check_text(arguments: Sequence[str]) -> None:

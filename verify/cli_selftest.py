@@ -36,7 +36,9 @@ def selftest(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="mini|v4-flash|v4-pro|CONFIG.json", help="Model of --input."),
+        typer.Option(
+            metavar="mini|v4-flash|v4-pro|v3.2|glm-5.2|CONFIG.json", help="Model of --input."
+        ),
     ] = None,
     tokens: Annotated[
         str | None,

@@ -6,21 +6,23 @@ knows about terminals, files of results or exit codes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from needlepoint.optimized.candidates import create
 from needlepoint.optimized.interface import StageKey
 from needlepoint.reference.profile import CONTRACTS
-from needlepoint.verify import diff, pipeline, record, rejudge
-from needlepoint.verify.failures import Failures, check_failures_folder
+from needlepoint.verify import diff, pipeline, record
+from needlepoint.verify.environment import world_size
+from needlepoint.verify.failures import Failures
+from needlepoint.verify.failures_saved import SavedFailures
 from needlepoint.verify.inputs import Inputs, load_inputs
 from needlepoint.verify.limits import Limits
-from needlepoint.verify.output import load_result, load_rows
 from needlepoint.verify.pipeline import PipelineOutput
 from needlepoint.verify.progress import Progress
 from needlepoint.verify.recordings import check_recording_target
-from needlepoint.verify.result import Contract
+from needlepoint.verify.result import Contract, with_notes
 
 
 @dataclass(frozen=True)
@@ -84,21 +86,34 @@ def run_verify(request: VerifyRequest, progress: Progress) -> PipelineOutput:
     """
     limits = _limits(request.limits)
     candidates = tuple(create(name) for name in request.candidates)
+    if world_size() > 1 and (request.shrink or request.save_failures):
+        raise ValueError(
+            "--shrink and --save-failures: work in one process; run the same command without "
+            "torchrun"
+        )
     if request.shrink is not None:
         check_recording_target(request.shrink, force=request.force)
+    saved = None
     if request.save_failures is not None:
-        check_failures_folder(request.save_failures)
+        named = dict(zip(request.candidates, candidates, strict=True))
+        saved = SavedFailures(request.save_failures, named, force=request.force)
     inputs = _inputs(request.input)
-    output = pipeline.verify(
-        inputs,
-        candidates,
-        contract=CONTRACTS[request.contract],
-        limits=limits,
-        stages=request.stages,
-        progress=progress,
-        repeat=request.repeat,
-        swap=request.swap,
-    )
+    with saved or nullcontext():
+        output = pipeline.verify(
+            inputs,
+            candidates,
+            contract=CONTRACTS[request.contract],
+            limits=limits,
+            stages=request.stages,
+            progress=progress,
+            repeat=request.repeat,
+            swap=request.swap,
+            saved=saved,
+        )
+    if saved is not None:
+        output = replace(output, result=with_notes(output.result, *saved.notes()))
+    if request.shrink is None:
+        return output
     failures = Failures(
         inputs=inputs,
         candidates=candidates,
@@ -110,11 +125,7 @@ def run_verify(request: VerifyRequest, progress: Progress) -> PipelineOutput:
         force=request.force,
         progress=progress,
     )
-    if request.save_failures is not None:
-        failures.save(output.result, request.save_failures)
-    if request.shrink is None:
-        return output
-    return PipelineOutput(failures.shrink(output.result, request.shrink), output.rows)
+    return replace(output, result=failures.shrink(output.result, request.shrink))
 
 
 def run_record(request: RecordRequest, progress: Progress) -> None:
@@ -154,17 +165,6 @@ def run_diff(request: DiffRequest, progress: Progress) -> PipelineOutput:
         stages=request.stages,
         progress=progress,
     )
-
-
-def run_rejudge(result: Path, limits: Path | None) -> PipelineOutput:
-    """Judge a saved result by other limits; nothing is rerun.
-
-    Raises
-    ------
-    ValueError
-        Where the result, its row errors or the limits file is not usable.
-    """
-    return rejudge.rejudge(load_result(result), load_rows(result), _limits(limits))
 
 
 def _limits(path: Path | None) -> Limits:

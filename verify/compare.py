@@ -20,7 +20,7 @@ from needlepoint.reference.rounding import round_to
 from needlepoint.verify.enclosure import Enclosure
 from needlepoint.verify.row_errors import RowErrors, row_blocks, worst_of
 from needlepoint.verify.scales import in_units
-from needlepoint.verify.tally import plain_tally, rounded_tally, with_format
+from needlepoint.verify.tally import Tally, plain_tally, rounded_tally, with_format
 
 BF16_BITS = 8
 """Significand bits of bf16, the leading one among them."""
@@ -122,6 +122,7 @@ def compare_masked_scores(
         seen = found.masked_fill(hidden, 0.0)
         reach = bound[rows].masked_fill(hidden, 0.0)
         tally = plain_tally(seen, shown, reach, fp32=False, directed=directed)
+        tally[:, Tally.SPREAD] = _spread(expected, hidden)
         row = worst_of(ratio, seen, shown, ulps_apart(there, meant, drop=0), tally)
         parts.append(replace(row, expected=meant[:, 0], found=there[:, 0]))
     return RowErrors.concatenate(parts)
@@ -183,6 +184,13 @@ def _rounded_rows(candidate: Tensor, expected: Enclosure) -> RowErrors:
     ratio = settle_ties(in_units(needed.clamp(min=0), delta), delta, rounded == held)
     ratio = torch.where(held == found, ratio, math.inf)
     return worst_of(ratio, found, rounded, ulps_apart(held, rounded, drop=16), tally)
+
+
+def _spread(scores: Tensor, hidden: Tensor) -> Tensor:
+    """Return how far the visible scores of each row are apart, 0 for fewer than two."""
+    highest = scores.masked_fill(hidden, -math.inf).amax(1)
+    lowest = scores.masked_fill(hidden, math.inf).amin(1)
+    return torch.where((~hidden).sum(1) > 1, highest - lowest, 0.0)
 
 
 def _check_scores(

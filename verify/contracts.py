@@ -10,7 +10,7 @@ from torch import Tensor
 
 from needlepoint.reference.config import ModelConfig
 from needlepoint.reference.layer import ReferenceLayer
-from needlepoint.reference.profile import CONTRACTS, Arithmetic, Precision
+from needlepoint.reference.profile import CONTRACTS, Arithmetic, Precision, contract_of
 from needlepoint.reference.request import KeyState
 from needlepoint.reference.stages import Projected
 from needlepoint.reference.weights import LayerWeights
@@ -58,7 +58,7 @@ class Contracts:
                 config,
                 layer,
                 weights,
-                CONTRACTS[name],
+                contract_of(name, config.ratio(layer)),
                 compute=compute_type(CONTRACTS[name]),
                 budget_bytes=budget_bytes,
             )

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from needlepoint.reference.hadamard import hadamard
+from needlepoint.reference.names import RopeLayout
 from needlepoint.reference.norm import rms_norm
 from needlepoint.reference.profile import Arithmetic, Precision
-from needlepoint.reference.rope import apply_rope
+from needlepoint.reference.rope import apply_rope, from_pairs, in_pairs
 from needlepoint.reference.rounding import round_to
 from needlepoint.verify.error_model import (
     HADAMARD_FACTOR,
@@ -158,8 +159,13 @@ def normed(row: Enclosure, weight: Tensor, eps: float) -> Enclosure:
     return Enclosure(value, (own + carried) * _SECOND_ORDER + 2 * TINY)
 
 
-def roped(row: Enclosure, table: Tensor, table_error: float = 0.0) -> Enclosure:
-    """Enclose RoPE on the last ``2 * pairs`` dims.
+def roped(
+    row: Enclosure,
+    table: Tensor,
+    table_error: float = 0.0,
+    layout: RopeLayout = RopeLayout.TRAILING_PAIRS,
+) -> Enclosure:
+    """Enclose RoPE on ``2 * pairs`` dims.
 
     Parameters
     ----------
@@ -169,20 +175,24 @@ def roped(row: Enclosure, table: Tensor, table_error: float = 0.0) -> Enclosure:
         float64 [..., pairs, 2] cos and sin, broadcastable to the rows, as candidates are given.
     table_error
         Largest error of cos and sin for a candidate that makes its own; 0 for the given table.
+    layout
+        Which dims are rotated.
     """
     pairs = table.shape[-2]
+    row = Enclosure(*(in_pairs(part, layout, pairs) for part in (row.value, row.delta)))
     value = apply_rope(row.value, table)
     cos, sin = table[..., 0].abs(), table[..., 1].abs()
     split = row.value.shape[-1] - 2 * pairs
-    in_pairs = (*row.value.shape[:-1], pairs, 2)
-    magnitude = row.value[..., split:].abs().reshape(in_pairs)
-    radius = row.delta[..., split:].reshape(in_pairs)
+    by_pair = (*row.value.shape[:-1], pairs, 2)
+    magnitude = row.value[..., split:].abs().reshape(by_pair)
+    radius = row.delta[..., split:].reshape(by_pair)
     spread = radius + ROTATION.value * U * magnitude
     even = cos * spread[..., 0] + sin * spread[..., 1]
     odd = sin * spread[..., 0] + cos * spread[..., 1]
     turned = torch.stack((even, odd), dim=-1) * _SECOND_ORDER + 2 * TINY
     turned = turned + table_error * magnitude.sum(-1, keepdim=True)
-    return Enclosure(value, torch.cat((row.delta[..., :split], turned.flatten(-2)), dim=-1))
+    delta = torch.cat((row.delta[..., :split], turned.flatten(-2)), dim=-1)
+    return Enclosure(*(from_pairs(part, layout, pairs) for part in (value, delta)))
 
 
 def rotated(row: Enclosure) -> Enclosure:
@@ -218,7 +228,12 @@ def weights(projection: Tensor, scale: float) -> Enclosure:
     return Enclosure(value, HEAD_WEIGHT.value * U * value.abs() + TINY)
 
 
-def query_rotated(query: Enclosure, table: Tensor, arithmetic: Arithmetic) -> Enclosure:
+def query_rotated(
+    query: Enclosure,
+    table: Tensor,
+    arithmetic: Arithmetic,
+    layout: RopeLayout = RopeLayout.TRAILING_PAIRS,
+) -> Enclosure:
     """Enclose the query as it goes into its store: RoPE, Hadamard, and the profile's roundings.
 
     Parameters
@@ -229,6 +244,8 @@ def query_rotated(query: Enclosure, table: Tensor, arithmetic: Arithmetic) -> En
         float64 [tokens, 1, 32, 2] cos and sin at the positions of the tokens.
     arithmetic
         Profile.
+    layout
+        Which dims are rotated.
     """
-    row = rounding(roped(query, table), arithmetic.roped)
+    row = rounding(roped(query, table, layout=layout), arithmetic.roped)
     return rounding(rotated(row), arithmetic.rotated) if arithmetic.hadamard else row

@@ -8,8 +8,10 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from needlepoint.reference.names import RopeLayout
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.verify.enclosure import Enclosure, normed, roped, rotated, rounding
+from needlepoint.verify.enclosure_tokens import layer_normed
 from needlepoint.verify.stages import NORMED, POOLED, ROPED, ROTATED
 
 
@@ -29,6 +31,10 @@ class KeyPath:
         Profile.
     rotate
         Whether a Hadamard rotation follows RoPE (index keys of a profile that rotates).
+    norm_bias
+        [d] fp32: the norm is a LayerNorm (ratio 1); None for an RMS norm.
+    layout
+        Dims that RoPE rotates.
     """
 
     norm_weight: Tensor
@@ -36,6 +42,8 @@ class KeyPath:
     table: Tensor
     arithmetic: Arithmetic
     rotate: bool
+    norm_bias: Tensor | None = None
+    layout: RopeLayout = RopeLayout.TRAILING_PAIRS
 
 
 def key_chain(stage: str, row: Enclosure, path: KeyPath) -> Mapping[str, Enclosure]:
@@ -93,8 +101,10 @@ def precision_of(stage: str, arithmetic: Arithmetic) -> Precision:
 
 
 def _advance(stage: str, row: Enclosure, path: KeyPath) -> Enclosure:
+    if stage == NORMED and path.norm_bias is not None:
+        return layer_normed(row, path.norm_weight, path.norm_bias, path.eps)
     if stage == NORMED:
         return normed(row, path.norm_weight, path.eps)
     if stage == ROPED:
-        return roped(row, path.table)
+        return roped(row, path.table, layout=path.layout)
     return rotated(row)

@@ -1,10 +1,9 @@
-"""What is kept of a run that differs: recordings of what failed, and the smallest failing input."""
+"""The failure of a run, handed to the search for the smallest input that still shows it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,14 +13,13 @@ from needlepoint.verify import pipeline
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.progress import NoProgress, Progress
-from needlepoint.verify.record import record
-from needlepoint.verify.result import DIFFER, CandidateResult, Result
+from needlepoint.verify.result import Result, with_notes
 from needlepoint.verify.shrink import Failure, Shrinker, load_trial
 
 
 @dataclass(frozen=True)
 class Failures:
-    """The run whose failures are kept.
+    """The run whose failure is made small.
 
     Attributes
     ----------
@@ -47,43 +45,14 @@ class Failures:
     force: bool
     progress: Progress
 
-    def save(self, result: Result, folder: Path) -> None:
-        """Record every candidate that differs, in the layers where it does.
-
-        Raises
-        ------
-        ValueError
-            If a recording cannot be written.
-        """
-        runs = zip(self.candidates, self.names, result.candidates, strict=True)
-        for candidate, name, found in runs:
-            layers = tuple(layer.layer for layer in found.layers if _differs(found, layer.layer))
-            if not layers:
-                continue
-            folder.mkdir(exist_ok=True)
-            out = folder / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
-            inputs = replace(self.inputs, layers=layers)
-            record(
-                inputs,
-                candidate,
-                out,
-                contract=self.contract,
-                force=self.force,
-                progress=self.progress,
-            )
-
     def shrink(self, result: Result, out: Path) -> Result:
         """Write the smallest input on which the first candidate that differs still does.
 
         Returns
         -------
         Result
-            With its ``shrink``; unchanged where no stage differs.
-
-        Raises
-        ------
-        ValueError
-            If the failure does not come back, or the recording cannot be written.
+            With its ``shrink``. Where there is none, because no stage differs, the failure does not
+            come back or the recording cannot be written, a note says so: the run keeps its result.
         """
         runs = zip(self.candidates, self.names, result.candidates, strict=True)
         for candidate, name, found in runs:
@@ -105,8 +74,11 @@ class Failures:
             )
             load = partial(load_trial, checkpoint=self.checkpoint)
             shrinker = Shrinker(self.inputs, failure, self._judge, load, self.progress)
-            return result.model_copy(update={"shrink": shrinker.run(out, force=self.force)})
-        return result
+            try:
+                return result.model_copy(update={"shrink": shrinker.run(out, force=self.force)})
+            except (ValueError, OSError) as error:
+                return with_notes(result, f"shrink: {error}")
+        return with_notes(result, "shrink: no stage of any candidate differs, nothing to shrink")
 
     def _judge(self, inputs: Inputs, candidate: Candidate, stages: frozenset[StageKey]) -> Result:
         return pipeline.verify(
@@ -117,29 +89,3 @@ class Failures:
             stages=stages,
             progress=NoProgress(),
         ).result
-
-
-def check_failures_folder(folder: Path) -> None:
-    """Refuse a folder for recordings of failures before the run, not after it.
-
-    Raises
-    ------
-    ValueError
-        If it is a file, or the folder it is in does not exist.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--save-failures {folder}: is a file; give the name of a folder")
-    if not folder.parent.is_dir():
-        raise ValueError(
-            f"--save-failures {folder}: folder {folder.parent} does not exist; create it first"
-        )
-
-
-def _differs(found: CandidateResult, layer: int) -> bool:
-    first = found.first_divergence
-    return (first is not None and first.layer == layer) or any(
-        stage.verdict == DIFFER
-        for part in found.layers
-        if part.layer == layer
-        for stage in part.stages
-    )

@@ -9,8 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.interface import CompressorInputs, LayerInputs, QueryInputs
+from needlepoint.optimized.interface import (
+    CompressorInputs,
+    LayerInputs,
+    QueryInputs,
+    no_compressor,
+)
 from needlepoint.reference.layer import ReferenceLayer
+from needlepoint.reference.names import PER_TOKEN
 from needlepoint.reference.profile import Precision
 from needlepoint.reference.rope import rope_table
 from needlepoint.reference.stages import KeyProjections, Projected, QueryProjections
@@ -75,17 +81,17 @@ def given_layer(inputs: Inputs, layer: int, reference: ReferenceLayer) -> GivenL
     inputs
         The run's input.
     layer
-        Layer with ratio 4 or 128.
+        Layer with an indexer or a compressor.
     reference
         Reference of the layer, whose projections are rounded to fp32.
 
     Raises
     ------
     ValueError
-        If the layer has no compressor.
+        If the layer has neither.
     """
     config, weights = inputs.config, inputs.weights(layer)
-    if weights.main is None:
+    if weights.main is None and weights.index is None:
         raise ValueError(f"layer {layer} has ratio 0: there is no compressor to judge")
     rows = _projected_rows(inputs, layer, reference)
     table = rope_table(reference.frequencies, max(inputs.requests), Precision.FP32)
@@ -97,15 +103,18 @@ def given_layer(inputs: Inputs, layer: int, reference: ReferenceLayer) -> GivenL
         ratio=reference.ratio,
         lengths=inputs.requests,
         index=None if weights.index is None else _compressor(weights.index, rows, "index"),
-        main=_compressor(weights.main, rows, "main"),
+        main=no_compressor(inputs.tokens)
+        if weights.main is None
+        else _compressor(weights.main, rows, "main"),
         query=query,
         rope_table=table.to(torch.float32),
-        norm_eps=config.norm_eps,
+        norm_eps=config.index_norm_eps if reference.ratio == PER_TOKEN else config.norm_eps,
         topk=config.index_topk,
         weight_scale=config.index_weight_scale,
         hidden=inputs.hidden(layer),
         layer_weights=_parameters(weights),
         seed=inputs.seed,
+        index_rope=config.index_rope,
     )
     return GivenLayer(given, rows["latent"], rows["window"])
 
@@ -125,7 +134,7 @@ def given_tensors(inputs: LayerInputs) -> Iterator[tuple[str, Tensor]]:
     """Yield every given tensor by name."""
     for name, part in (("index", inputs.index), ("main", inputs.main), ("query", inputs.query)):
         if part is not None:
-            yield from ((f"{name}.{key}", tensor) for key, tensor in part.__dict__.items())
+            yield from ((f"{name}.{key}", tensor) for key, tensor in part.tensors().items())
     yield "rope_table", inputs.rope_table
     yield "hidden", inputs.hidden
     yield from inputs.layer_weights.items()
@@ -180,6 +189,7 @@ def _compressor(
         score=rows[f"{path}.score"],
         ape=weights.ape.to(torch.float32),
         norm_weight=weights.norm.to(torch.float32),
+        norm_bias=None if weights.norm_bias is None else weights.norm_bias.to(torch.float32),
     )
 
 
@@ -187,7 +197,7 @@ def _parameters(weights: LayerWeights) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, value in weights.__dict__.items():
         if isinstance(value, CompressorWeights):
-            found |= {f"{name}.{key}": tensor for key, tensor in value.__dict__.items()}
+            found |= {f"{name}.{key}": tensor for key, tensor in value.tensors().items()}
         elif value is not None:
             found[name] = value
     return found

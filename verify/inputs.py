@@ -25,6 +25,7 @@ from needlepoint.verify.recordings_model import recorded_config
 from needlepoint.verify.synthetic import (
     DEFAULT_LENGTHS,
     KINDS,
+    declares_constant,
     synthetic_hidden,
     synthetic_kind,
     synthetic_weights,
@@ -200,6 +201,7 @@ def _synthetic(
         seed,
         states,
         weights,
+        constant=declares_constant(kind),
     )
 
 
@@ -258,6 +260,7 @@ def _recorded(
         states,
         weights,
         kept_needles(recording.manifest.needles or (), lengths),
+        declares_constant(kind),
     )
 
 

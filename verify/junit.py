@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -58,13 +59,14 @@ def _stage_case(candidate: CandidateResult, layer: LayerResult, stage: StageResu
     elif stage.verdict == CANNOT_JUDGE:
         case.result = [_outcome(Error, stage.detail or rows)]
     elif stage.verdict == DIFFER:
-        worst = "" if not stage.worst else _worst(stage)
-        case.result = [_outcome(Failure, worst or stage.detail or rows)]
+        case.result = [_outcome(Failure, _worst(stage) or stage.detail or rows)]
     return case
 
 
 def _worst(stage: StageResult) -> str:
-    """Return the worst row of a stage in one line."""
+    """Return the worst row of a stage in one line; nothing where no row fails by itself."""
+    if not stage.worst or (stage.worst[0].error or math.inf) <= 1:
+        return ""
     row = stage.worst[0]
     error = "no finite error" if row.error is None else f"{short(row.error)} x limit"
     return (

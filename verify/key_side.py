@@ -7,14 +7,15 @@ is charged to the stage where it was born.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from needlepoint.optimized.interface import INDEX, CompressorInputs, LayerInputs, StageKey
 from needlepoint.reference.compressor import CompressorState, compressor_inputs, gather_taps
+from needlepoint.reference.names import PER_TOKEN, RopeLayout
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.reference.rope import table_as
 from needlepoint.verify.bounds import stored_enclosure
@@ -24,7 +25,7 @@ from needlepoint.verify.enclosure import Enclosure, exact, rounding
 from needlepoint.verify.enclosure_chain import KeyPath, key_chain, precision_of
 from needlepoint.verify.enclosure_pooled import pooled, slot_ape
 from needlepoint.verify.error_model import LEAN, U
-from needlepoint.verify.row_errors import RowErrors
+from needlepoint.verify.row_errors import RowErrors, row_blocks
 from needlepoint.verify.stages import NORMED, POOLED, ROPED, ROTATED, STORED
 from needlepoint.verify.stored_rows import StoredRows, replayable
 from needlepoint.verify.tally import Tally, content_of
@@ -60,7 +61,8 @@ class KeyReference:
     chain
         Weights, table and profile behind ``pooled``.
     stages
-        Stage to enclosure before that stage's rounding point.
+        Stage to enclosure before that stage's rounding point. ``pooled`` is not among them where
+        nothing is pooled (ratio 1).
     """
 
     path: str
@@ -71,6 +73,11 @@ class KeyReference:
     def last(self) -> str:
         """Name of the last stage before the store."""
         return ROTATED if self.chain.rotate else ROPED
+
+    def rows(self, rows: slice) -> KeyReference:
+        """Return the reference of some entries."""
+        chain = replace(self.chain, table=self.chain.table[rows])
+        return replace(self, chain=chain, stages={k: e.rows(rows) for k, e in self.stages.items()})
 
     @property
     def to_store(self) -> Enclosure:
@@ -108,9 +115,15 @@ def key_reference(path: str, inputs: LayerInputs, arithmetic: Arithmetic) -> Key
         table=given_table(window_table(inputs), arithmetic),
         arithmetic=arithmetic,
         rotate=path == INDEX and arithmetic.hadamard,
+        norm_bias=given.norm_bias,
+        layout=inputs.index_rope if path == INDEX else RopeLayout.TRAILING_PAIRS,
     )
-    row = _pooled_rows(given, inputs, arithmetic)
-    return KeyReference(path, chain, key_chain(POOLED, row, chain))
+    if inputs.ratio > PER_TOKEN:
+        row = _pooled_rows(given, inputs, arithmetic)
+        return KeyReference(path, chain, key_chain(POOLED, row, chain))
+    read, _ = compressor_inputs(given.kv, given.score, arithmetic)
+    stages = key_chain(POOLED, exact(read), chain)
+    return KeyReference(path, chain, {k: row for k, row in stages.items() if k != POOLED})
 
 
 def window_table(inputs: LayerInputs) -> Tensor:
@@ -147,11 +160,33 @@ def compare_key_stages(
     list
         One element for each observed stage, in order; none where there are no entries.
     """
+    first = next(iter(reference.stages.values())).value
+    parts = [
+        _compare_entries(
+            reference.rows(rows),
+            {stage: row[rows] for stage, row in dense.items()},
+            None if stored is None else stored.rows(rows),
+        )
+        for rows in row_blocks(*first.shape)
+    ]
+    return [_joined(part) for part in zip(*parts, strict=True)]
+
+
+def _joined(parts: Sequence[StageErrors]) -> StageErrors:
+    return replace(
+        parts[0],
+        local=RowErrors.concatenate([part.local for part in parts]),
+        accumulated=RowErrors.concatenate([part.accumulated for part in parts]),
+    )
+
+
+def _compare_entries(
+    reference: KeyReference, dense: Mapping[str, Tensor], stored: StoredRows | None
+) -> list[StageErrors]:
+    """Compare some entries; every number of an entry depends on that entry alone."""
     found: list[StageErrors] = []
-    if not len(reference.stages[POOLED].value):
-        return found
-    content = content_of(reference.stages[POOLED].value)
     stages = reference.stages
+    content = content_of(next(iter(stages.values())).value)
     steps = 0
     for stage in (POOLED, NORMED, ROPED, ROTATED):
         steps += stage in stages

@@ -8,24 +8,23 @@ is judged, not refused.
 from __future__ import annotations
 
 import json
-import re
-import stat
 from pathlib import Path
-from typing import Annotated, Final, Literal, NoReturn
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
+from needlepoint.reference.names import RopeLayout
+from needlepoint.verify.hostile_json import MAX_JSON_DEPTH as MAX_JSON_DEPTH
+from needlepoint.verify.hostile_json import RecordingError as RecordingError
+from needlepoint.verify.hostile_json import first_fault as first_fault
+from needlepoint.verify.hostile_json import parse_json as parse_json
+from needlepoint.verify.hostile_json import read_bounded as read_bounded
 from needlepoint.verify.stages import declared_stages
 
 SCHEMA: Final = "needlepoint.recording/1"
 MANIFEST_FILE: Final = "manifest.json"
 MAX_MANIFEST_BYTES: Final = 8 << 20
 """61 layers with a dozen requests each need under 1 MiB."""
-MAX_JSON_DEPTH: Final = 32
-
-
-class RecordingError(ValueError):
-    """A recording that cannot be read or written; names the file or tensor and what to expect."""
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]{1,200}$")]
@@ -84,7 +83,7 @@ class LayerRecord(ManifestPart):
     """One layer: its scalars and the stages it declares."""
 
     layer: Count
-    ratio: Literal[4, 128]
+    ratio: Literal[1, 4, 128]
     stages: tuple[tuple[str, str], ...]
     """Pairs (path, stage)."""
     layouts: dict[Literal["index", "main"], PoolRecord] = {}
@@ -95,6 +94,8 @@ class LayerRecord(ManifestPart):
     seed: int = 0
     peak_transient_bytes: Count = 0
     path_taken: str = ""
+    index_rope: RopeLayout = RopeLayout.TRAILING_PAIRS
+    """Dims that RoPE rotates in index keys and queries."""
 
     @model_validator(mode="after")
     def _stages_exist(self) -> LayerRecord:
@@ -215,81 +216,3 @@ def load_manifest(directory: Path) -> Manifest:
             f"{path}: {first_fault(error)} ({error.error_count()} faults in all); expected schema "
             f"{SCHEMA}"
         ) from error
-
-
-def first_fault(error: ValidationError) -> str:
-    """Return one line about the first field that a model refused: where, what came, why."""
-    first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"]) or "document"
-    return f"{place}: got {str(first['input'])[:80]!r}: {first['msg']}"
-
-
-def read_bounded(path: Path, limit: int) -> bytes:
-    """Return the bytes of a regular file of at most ``limit`` bytes.
-
-    Raises
-    ------
-    RecordingError
-        Where the file is missing, not a regular file, unreadable or larger.
-    """
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise RecordingError(f"{path}: is not a regular file; expected a recording's file")
-        with path.open("rb") as file:
-            raw = file.read(limit + 1)
-    except OSError as error:
-        raise RecordingError(
-            f"{path}: {error.strerror}; expected a recording directory as written by "
-            "`needlepoint record`"
-        ) from error
-    if len(raw) > limit:
-        raise RecordingError(f"{path}: {status.st_size} bytes, expected at most {limit}")
-    return raw
-
-
-def parse_json(raw: bytes, where: str) -> JsonValue:
-    """Parse JSON that may be hostile.
-
-    Parameters
-    ----------
-    raw
-        The text.
-    where
-        What to call it in errors.
-
-    Raises
-    ------
-    RecordingError
-        For bytes that are not UTF-8, nesting deeper than :data:`MAX_JSON_DEPTH`, repeated keys,
-        NaN or infinity, numbers with thousands of digits, or anything that is not JSON.
-    """
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RecordingError(f"{where}: byte {error.start} is not UTF-8; expected JSON") from error
-    depth = 0
-    # Depth is counted before parsing, so that no parser recurses on it. Strings are skipped.
-    for token in re.finditer(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', text):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token.group(), 0)
-        if depth > MAX_JSON_DEPTH:
-            raise RecordingError(f"{where}: JSON nested deeper than {MAX_JSON_DEPTH} levels")
-
-    def unique(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
-        found: dict[str, JsonValue] = {}
-        for key, value in pairs:
-            if key in found:
-                raise RecordingError(f"{where}: key {key[:200]!r} stands twice in one JSON object")
-            found[key] = value
-        return found
-
-    def refuse(constant: str) -> NoReturn:
-        raise RecordingError(f"{where}: {constant} is not a JSON number")
-
-    try:
-        value: JsonValue = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except RecordingError:
-        raise
-    except ValueError as error:
-        raise RecordingError(f"{where}: not JSON: {error}") from error
-    return value

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from needlepoint.optimized.interface import INDEX, MAIN, LayerInputs, Observed, StageKey
+from needlepoint.optimized.interface import INDEX, LayerInputs, Observed, StageKey
 from needlepoint.reference.profile import Arithmetic
+from needlepoint.verify.heap import give_back
 from needlepoint.verify.key_side import (
     KeyReference,
     StageErrors,
@@ -48,12 +49,17 @@ def judge_observed(
         If pages, queries or scores cannot be read as what they are declared to be.
     """
     stored = read_layer_rows(given, observed)
-    errors = judge_keys(
-        observed, stored, {p: key_reference(p, given, arithmetic) for p in key_paths(given)}
-    )
-    if given.query is None or not has_query_side(observed):
+    errors: dict[StageKey, StageErrors] = {}
+    keys: KeyReference | None = None
+    for path in key_paths(given):  # one after the other: a reference is as large as its path
+        found = key_reference(path, given, arithmetic)
+        give_back()
+        errors |= judge_keys(observed, stored, {path: found})
+        keys = found if path == INDEX else keys
+        del found
+        give_back()
+    if keys is None or given.query is None or not has_query_side(observed):
         return Judgement(errors, None)
-    keys = key_reference(INDEX, given, arithmetic)
     reference = QueryReference(given, arithmetic, keys, RotatedQueries(given))
     judge = QueryJudge(given, observed, reference, stored.get(INDEX), limits)
     width = given.query.q.shape[1] * given.query.q.shape[2]
@@ -65,7 +71,7 @@ def judge_observed(
 
 def key_paths(given: LayerInputs) -> tuple[str, ...]:
     """Return the key-side paths of a layer."""
-    return (INDEX, MAIN) if given.index is not None else (MAIN,)
+    return tuple(given.paths)
 
 
 def read_layer_rows(given: LayerInputs, observed: Observed) -> dict[str, StoredRows]:

@@ -4,41 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from torch import Tensor
 
-from needlepoint.optimized.interface import INDEX, Candidate, CandidateInfo, StageKey
+from needlepoint.optimized.interface import Candidate, StageKey
 from needlepoint.reference.profile import CONTRACTS, Arithmetic
 from needlepoint.verify.candidate_results import CandidateOutcome, candidate_result
-from needlepoint.verify.candidate_run import CandidateFailed, observe, require_unchanged
+from needlepoint.verify.candidate_run import observe, require_unchanged
 from needlepoint.verify.distributed import share_out
 from needlepoint.verify.environment import collect_environment
+from needlepoint.verify.failures_saved import SavedFailures
 from needlepoint.verify.given import fingerprint
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.layer_results import layer_result
 from needlepoint.verify.layer_run import LayerRun
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.memory_law import transient_law
-from needlepoint.verify.profiles import profile_of
+from needlepoint.verify.preflight import (
+    require_asked,
+    require_distinct,
+    require_known,
+    require_per_token,
+    require_selection,
+)
 from needlepoint.verify.progress import Progress
 from needlepoint.verify.recall_verify import layer_recall
 from needlepoint.verify.repeat import RepeatTally, repeated
 from needlepoint.verify.result import (
     CANNOT_JUDGE,
     SCHEMA,
-    CandidateResult,
-    Counts,
     Environment,
     InputInfo,
-    KeyFormat,
     Result,
-    StageRef,
     Verdict,
     worst_verdict,
 )
-from needlepoint.verify.stages import TOPK
 from needlepoint.verify.vacuity import require_apart, require_moving
+from needlepoint.verify.verdicts import count_stages, first_divergence
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def verify(
     progress: Progress,
     repeat: int = 1,
     swap: bool = False,
+    saved: SavedFailures | None = None,
 ) -> PipelineOutput:
     """Run reference and candidates over an input and judge every stage of every layer.
 
@@ -91,19 +94,24 @@ def verify(
         Runs of every candidate; the first is judged, all are compared.
     swap
         Whether to replace one stage at a time by the reference, and the reverse.
+    saved
+        Given every layer in which a candidate differs.
 
     Raises
     ------
     ValueError
         If nothing can be judged: no candidate, one of unknown profile, one that raises or breaks
         the protocol or returns memory that is not its own, constant stages that the input does not
-        declare, or a k that no request has more entries than.
+        declare, a k that no request has more entries than, or stages that a candidate does not
+        declare.
     """
-    _require_distinct(candidates)
+    require_distinct(candidates)
     for candidate in candidates:
-        _require_known(candidate.info)
-    _require_selection(inputs, candidates, stages)
-    options = _Options(contract.name, limits, stages, swap)
+        require_known(candidate.info)
+    require_asked(inputs, candidates, stages)
+    require_selection(inputs, candidates, stages)
+    require_per_token(inputs, candidates, swap=swap)
+    options = _Options(contract.name, limits, stages, swap, saved)
 
     def judge(layers: tuple[int, ...]) -> list[CandidateOutcome]:
         outcomes = [CandidateOutcome(c.info, transient_law(c)) for c in candidates]
@@ -146,6 +154,7 @@ class _Options:
     limits: Limits
     stages: frozenset[StageKey] | None
     swap: bool
+    saved: SavedFailures | None
 
 
 def _run_layer(
@@ -174,7 +183,7 @@ def _run_layer(
     require_unchanged(before, run.given, [candidate.info.name for candidate in candidates])
     for outcome, recall in zip(outcomes, recalls, strict=True):
         outcome.add_recall(recall, run.given.topk)
-    for outcome, candidate, part in zip(outcomes, candidates, found, strict=True):
+    for outcome, (candidate, first), part in zip(outcomes, observed, found, strict=True):
         if not inputs.constant:
             require_moving(run.given, part.errors)
         declared = candidate.stages(run.given.ratio)
@@ -182,6 +191,8 @@ def _run_layer(
             part, declared, run.given, options.limits, options.contract, wanted=options.stages
         )
         outcome.add(part, entry)
+        if options.saved is not None and first_divergence([entry]) is not None:
+            options.saved.add(inputs, candidate, run.given, first)
 
 
 def pipeline_output(
@@ -222,76 +233,3 @@ def pipeline_output(
     )
     rows = {name: row for outcome in outcomes for name, row in outcome.rows.items()}
     return PipelineOutput(result, rows)
-
-
-def count_stages(outcomes: Sequence[CandidateOutcome | CandidateResult]) -> Counts:
-    """Return how many declared stages were compared, and which were not."""
-    skipped, not_covered = [], []
-    expected = compared = 0
-    for outcome in outcomes:
-        for layer in outcome.layers:
-            for stage in layer.stages:
-                reference = StageRef(
-                    candidate=outcome.name,
-                    layer=layer.layer,
-                    stage=stage.stage,
-                    path=stage.path,
-                    reason=stage.detail or "",
-                )
-                if stage.kind == "not covered":
-                    not_covered.append(reference)
-                elif stage.kind == "skipped":
-                    expected += 1
-                    skipped.append(reference)
-                elif stage.kind == "compared":
-                    expected += 1
-                    compared += stage.verdict != CANNOT_JUDGE
-    return Counts(
-        expected=expected,
-        compared=compared,
-        skipped=tuple(skipped),
-        not_covered=tuple(not_covered),
-    )
-
-
-def _require_distinct(candidates: Sequence[Candidate]) -> None:
-    names = [candidate.info.name for candidate in candidates]
-    if not names:
-        raise ValueError("no candidate: name at least one with --candidate")
-    unprintable = [name for name in names if not name or not name.isprintable()]
-    if unprintable:
-        raise ValueError(f"candidate name {unprintable[0]!r}: expected printable text on one line")
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ValueError(f"candidate {repeated[0]} is named twice; name every candidate once")
-
-
-def _require_known(info: CandidateInfo) -> None:
-    """Refuse a candidate that could not be judged, before anything has run."""
-    if info.format not in get_args(KeyFormat):
-        raise CandidateFailed(
-            f"candidate {info.name}: key format {info.format!r}, expected one of "
-            f"{', '.join(get_args(KeyFormat))}"
-        )
-    profile_of(info)
-
-
-def _require_selection(
-    inputs: Inputs, candidates: Sequence[Candidate], stages: frozenset[StageKey] | None
-) -> None:
-    """Refuse picks that cannot be wrong: with fewer entries than k every query picks all it sees.
-
-    Such a comparison would pass whatever the scores and the selection do.
-    """
-    asked = stages is None or (INDEX, TOPK) in stages
-    k, most = inputs.config.index_topk, max(inputs.requests) // 4
-    if not asked or k < most or not any((INDEX, TOPK) in c.stages(4) for c in candidates):
-        return
-    for layer in inputs.layers:
-        if inputs.config.ratio(layer) == 4:
-            raise ValueError(
-                f"layer {layer}: k {k} is {'larger' if k > most else 'no smaller'} than the pool, "
-                f"the longest request has {most} "
-                "entries: every query would pick all it sees and no selection would be tested; "
-                "give more tokens, a model of smaller index_topk, or name --stages without topk"
-            )

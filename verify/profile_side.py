@@ -40,6 +40,8 @@ _BEFORE_STORE = (
 )
 """Rounding points that the key chain before the store depends on."""
 
+_NOTHING = torch.empty(0, 0, dtype=torch.float64)
+
 
 @dataclass(frozen=True)
 class ProfileBlock:
@@ -53,6 +55,8 @@ class ProfileBlock:
         What attention reads besides rows and picks.
     expected
         float64 ``[queries, heads, 512]``, attention over the reference's own rows and picks.
+
+    Both are empty where the layer has no main path.
     """
 
     query: ReferenceBlock | None
@@ -92,12 +96,14 @@ class ProfileSide:
             self.query = QueryReference(given, self.arithmetic, keys[INDEX], rotated)
         self._reads = reads
         self._reference = reference
-        self._main_rows = reference_rows(keys[MAIN])
+        self._main_rows = reference_rows(keys[MAIN]) if MAIN in keys else _NOTHING
         self._entries = Rows(given.lengths, given.ratio)
 
     def prepare(self, block: Block) -> ProfileBlock:
         """Run the reference over one block of queries."""
         query = None if self.query is None else self.query.block(block)
+        if MAIN not in self.keys:
+            return ProfileBlock(query, AttentionInputs(_NOTHING, _NOTHING), _NOTHING)
         attention = self._reads.of(self._reference, block)
         rows = self._main_rows[self._entries.span(block.request)]
         picks = None if query is None else query.picks

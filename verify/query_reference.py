@@ -55,6 +55,7 @@ class RotatedQueries:
         self._given = inputs.query
         self._scale = inputs.weight_scale
         self._table = inputs.rope_table.to(torch.float64)
+        self._layout = inputs.index_rope
         self._kept: LastBlock[Enclosure] = LastBlock()
 
     def query(self, block: Block, arithmetic: Arithmetic) -> Enclosure:
@@ -65,7 +66,7 @@ class RotatedQueries:
         def rotate() -> Enclosure:
             table = given_table(self._table[block.positions].unsqueeze(1), own)
             given = query_inputs(self._given.q[block.rows].to(torch.float64), own)
-            return query_rotated(exact(given), table, own)
+            return query_rotated(exact(given), table, own, self._layout)
 
         return self._kept.of(block, key, rotate)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -124,12 +125,12 @@ class QueryJudge:
             part = query_rows(self._observed.query, block.rows)
             own = encoded_queries(part, profile.index_query)
             row = compare_encoded(own, meant.query, profile.index_query)
-            row.tally[:, Tally.CONTENT] = self._content(block)
+            row.tally[:, Tally.CONTENT] = self._content(block, "q")
             lean = 3 * LEAN.value * U  # rotation, Hadamard and store
             errors[QUERY, QUERIES] = StageErrors((QUERY, QUERIES), row, row, lean=lean)
             own_weights = unfolded_weights(part)
             row = compare_dense(own_weights, meant.weights, profile.weights)
-            row.tally[:, Tally.CONTENT] = self._content(block)
+            row.tally[:, Tally.CONTENT] = self._content(block, "weights")
             errors[QUERY, WEIGHTS] = StageErrors((QUERY, WEIGHTS), row, row)
             query = exact(replayable(decoded_queries(part, profile.index_query)))
             weight = exact(replayable(own_weights))
@@ -180,9 +181,10 @@ class QueryJudge:
             limit=self._limits[TOPK].value,
         )
 
-    def _content(self, block: Block) -> Tensor:
+    def _content(self, block: Block, name: Literal["q", "weights"]) -> Tensor:
+        """Return what tells apart the given rows that a stage is made from."""
         given = self._inputs.query
-        return torch.zeros(()) if given is None else content_of(given.q[block.rows])
+        return torch.zeros(()) if given is None else content_of(getattr(given, name)[block.rows])
 
     def _own_scores(self, block: Block) -> Tensor | None:
         if self._observed.scores is None:

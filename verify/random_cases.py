@@ -18,10 +18,10 @@ from needlepoint.reference.config import MODELS, ModelConfig
 from needlepoint.reference.weights import LayerWeights, random_layer_weights
 from needlepoint.verify.inputs import MINI, SYNTHETIC, Inputs, load_inputs
 from needlepoint.verify.inputs_checks import tensor_digest
-from needlepoint.verify.synthetic import KINDS, synthetic_hidden, synthetic_weights
+from needlepoint.verify.synthetic import VARIED, synthetic_hidden, synthetic_weights
 from needlepoint.verify.synthetic_draw import Draw
 
-SOURCES = (MINI, *(f"{SYNTHETIC}:{kind}" for kind in KINDS))
+SOURCES = (MINI, *(f"{SYNTHETIC}:{kind}" for kind in VARIED))
 CANDIDATES = tuple(name for name in FACTORIES if name.startswith("emulated:"))
 LONGEST = 700
 """Default longest request: five windows of 128 and a half."""

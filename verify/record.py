@@ -79,7 +79,8 @@ def record(
         )
     states = [inputs.hidden(layer) for layer in layers]
     shared = states[0] if all(state is states[0] for state in states) else None
-    with RecordingWriter(out, _head(inputs, candidate, contract), shared, force=force) as writer:
+    head = recording_head(inputs, candidate, contract)
+    with RecordingWriter(out, head, shared, force=force) as writer:
         progress.start("recording layers", len(layers))
         for layer in layers:
             given, observed = _layer(inputs, layer, candidate, contract)
@@ -87,7 +88,14 @@ def record(
             progress.advance()
 
 
-def _head(inputs: Inputs, candidate: Candidate | None, contract: Arithmetic) -> Manifest:
+def recording_head(inputs: Inputs, candidate: Candidate | None, contract: Arithmetic) -> Manifest:
+    """Return the manifest of a recording without its tensors and layers.
+
+    Parameters
+    ----------
+    inputs, candidate, contract
+        As of :func:`record`.
+    """
     arithmetic = contract if candidate is None else profile_of(candidate.info)
     return Manifest.model_validate(
         {
@@ -155,7 +163,8 @@ def reference_observed(stages: Sequence[ChunkStages], contract: Arithmetic) -> O
         present = [row for row in rows if row is not None]
         if not present:
             continue
-        for stage in ("pooled", "normed", "roped", "rotated"):
+        pooled = ("pooled",) if stages[0].main is not None else ()  # else nothing is pooled
+        for stage in (*pooled, "normed", "roped", "rotated"):
             parts = [getattr(row, stage) for row in present]
             if parts[0] is not None:
                 dense[path, stage] = _narrow(torch.cat(parts), exact)

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from needlepoint.verify.bias import Z_LIMIT, bias_note
-from needlepoint.verify.candidate_results import candidate_verdict, first_divergence
+from needlepoint.verify.directions import Z_LIMIT, bias_note, limit_fault, passing_limit
 from needlepoint.verify.gates import Gate, apply_gates
 from needlepoint.verify.limits import Limit, Limits
-from needlepoint.verify.pipeline import PipelineOutput, count_stages
 from needlepoint.verify.result import (
     CANNOT_JUDGE,
     DIFFER,
@@ -33,10 +31,13 @@ from needlepoint.verify.result import (
 )
 from needlepoint.verify.spread import not_finite, spread
 from needlepoint.verify.stages import COMPARED, TOPK
-from needlepoint.verify.vacuity import limit_fault, passing_limit
+from needlepoint.verify.verdicts import candidate_verdict, count_stages, first_divergence
+
+Errors = NDArray[np.float64]
+Rows = Mapping[str, ArrayLike]
 
 
-def rejudge(result: Result, rows: Mapping[str, Tensor], limits: Limits) -> PipelineOutput:
+def rejudge(result: Result, rows: Rows, limits: Limits) -> Result:
     """Judge a saved result by other limits.
 
     Parameters
@@ -50,8 +51,8 @@ def rejudge(result: Result, rows: Mapping[str, Tensor], limits: Limits) -> Pipel
 
     Returns
     -------
-    PipelineOutput
-        The result under the new limits, its gates applied again, and the same rows.
+    Result
+        Under the new limits, its gates applied again.
 
     Raises
     ------
@@ -67,12 +68,10 @@ def rejudge(result: Result, rows: Mapping[str, Tensor], limits: Limits) -> Pipel
     judged = result.model_copy(
         update={"candidates": candidates, "counts": counts, "verdict": verdict, "gates": ()}
     )
-    return PipelineOutput(apply_gates(judged, tuple(gates)), rows)
+    return apply_gates(judged, tuple(gates))
 
 
-def _candidate(
-    candidate: CandidateResult, rows: Mapping[str, Tensor], limits: Limits
-) -> CandidateResult:
+def _candidate(candidate: CandidateResult, rows: Rows, limits: Limits) -> CandidateResult:
     layers = tuple(
         _layer(layer, f"{candidate.name}/layer{layer.layer}", rows, limits)
         for layer in candidate.layers
@@ -86,9 +85,7 @@ def _candidate(
     )
 
 
-def _layer(
-    layer: LayerResult, prefix: str, rows: Mapping[str, Tensor], limits: Limits
-) -> LayerResult:
+def _layer(layer: LayerResult, prefix: str, rows: Rows, limits: Limits) -> LayerResult:
     stages = tuple(
         _stage(stage, f"{prefix}/{stage.path}/{stage.stage}", rows, limits[stage.stage])
         if stage.kind == COMPARED and stage.rows_compared
@@ -102,7 +99,7 @@ def _layer(
     return layer.model_copy(update={"stages": stages, "topk": topk})
 
 
-def _stage(stage: StageResult, name: str, rows: Mapping[str, Tensor], limit: Limit) -> StageResult:
+def _stage(stage: StageResult, name: str, rows: Rows, limit: Limit) -> StageResult:
     local, accumulated = (
         _errors(rows, f"{name}/{which}", stage.rows_compared) for which in ("local", "accumulated")
     )
@@ -122,11 +119,14 @@ def _stage(stage: StageResult, name: str, rows: Mapping[str, Tensor], limit: Lim
     elif leaning := bias_note(bias):
         verdict, detail = DIFFER, leaning
     scale = old / limit.value
-    worst = tuple(
-        row.model_copy(update={"error": None if row.error is None else row.error * scale})
-        for row in stage.worst
-    )
-    largest = float(torch.cat((local, accumulated)).nan_to_num(nan=torch.inf).max())
+    worst = stage.worst
+    if scale != 1:
+        worst = tuple(
+            row.model_copy(update={"error": None if row.error is None else row.error * scale})
+            for row in stage.worst
+        )
+    both = np.concatenate((local, accumulated))
+    largest = float(np.where(np.isnan(both), np.inf, both).max())
     shown = None
     if stage.limit is not None:
         passing = passing_limit(largest, bias, narrowest, widest)
@@ -144,7 +144,7 @@ def _stage(stage: StageResult, name: str, rows: Mapping[str, Tensor], limit: Lim
     )
 
 
-def _verdict(stage: StageResult, local: Tensor, limit: float) -> tuple[Verdict, str | None]:
+def _verdict(stage: StageResult, local: Errors, limit: float) -> tuple[Verdict, str | None]:
     """Return the verdict by size; a difference that no size or direction explains stays."""
     by_size = stage.local is not None and stage.local.rows_failed > 0
     by_limit = by_size or any(test.exceeded for test in stage.bias)
@@ -155,7 +155,7 @@ def _verdict(stage: StageResult, local: Tensor, limit: float) -> tuple[Verdict, 
         _old_fault(stage),
     )
     return (
-        DIFFER if bool((~(local <= limit)).any()) else MATCH,
+        MATCH if bool((local <= limit).all()) else DIFFER,
         None if stale else stage.detail,
     )
 
@@ -166,7 +166,7 @@ def _old_fault(stage: StageResult) -> str | None:
     return limit_fault(stage.limit.value, stage.limit.narrowest, stage.limit.widest)
 
 
-def _stats(stats: ErrorStats | None, errors: Tensor, limit: float) -> ErrorStats | None:
+def _stats(stats: ErrorStats | None, errors: Errors, limit: float) -> ErrorStats | None:
     if stats is None:
         return None
     return stats.model_copy(
@@ -178,17 +178,18 @@ def _stats(stats: ErrorStats | None, errors: Tensor, limit: float) -> ErrorStats
     )
 
 
-def _topk(topk: TopkResult, gaps: Tensor | None, limit: float, prefix: str) -> TopkResult:
+def _topk(topk: TopkResult, gaps: ArrayLike | None, limit: float, prefix: str) -> TopkResult:
     """Return the selection with its justified swaps parted anew."""
     swaps = topk.swaps
     expected = swaps.explained + swaps.upstream
-    known = 0 if gaps is None else len(gaps)
+    found = np.asarray([] if gaps is None else gaps)
+    known = len(found)
     if known != expected:
         raise ValueError(
             f"row errors {prefix}/index/{TOPK}/swaps: {known} swaps, the result has {expected}; "
             "expected the row file that was written with this result"
         )
-    explained = 0 if gaps is None else int((gaps <= limit).sum())
+    explained = int((found <= limit).sum())
     moved = Swaps(
         tie=swaps.tie,
         explained=explained,
@@ -199,12 +200,12 @@ def _topk(topk: TopkResult, gaps: Tensor | None, limit: float, prefix: str) -> T
     return topk.model_copy(update={"swaps": moved})
 
 
-def _errors(rows: Mapping[str, Tensor], name: str, count: int) -> Tensor:
-    found = rows.get(name)
-    if found is None or tuple(found.shape) != (count,):
-        what = "missing" if found is None else f"shape {list(found.shape)}"
+def _errors(rows: Rows, name: str, count: int) -> Errors:
+    found = np.asarray(rows.get(name, ()), dtype=np.float64)
+    if name not in rows or found.shape != (count,):
+        what = f"shape {list(found.shape)}" if name in rows else "missing"
         raise ValueError(
             f"row errors {name}: {what}, the result compared {count} rows; expected the row file "
             "that was written with this result"
         )
-    return found.to(torch.float64)
+    return found

@@ -25,7 +25,6 @@ from needlepoint.verify.report_tables import (
     worst_table,
 )
 from needlepoint.verify.result import DIFFER, CandidateResult, LayerResult, Result, Verdict
-from needlepoint.verify.scenario_report import scenario_sections
 from needlepoint.verify.summary import details, headline, layers_with, number, some
 
 STYLES: dict[Verdict, str] = {
@@ -82,6 +81,8 @@ def _parts(result: Result) -> Iterable[RenderableType]:
     if memory:
         yield _list("Transient memory", memory)
     if result.scenario is not None:
+        from needlepoint.verify.scenario_report import scenario_sections  # it needs torch
+
         for title, lines in scenario_sections(result.scenario):
             yield _list(title, lines)
     yield from recall_parts(result)

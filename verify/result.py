@@ -254,6 +254,14 @@ class Result(Record):
     candidates: tuple[CandidateResult, ...]
     scenario: ScenarioResult | None = None
     shrink: ShrinkResult | None = None
+    notes: tuple[str, ...] = ()
+    """What became of options that change no verdict, one line each."""
+
+
+def with_notes(result: Result, *notes: str) -> Result:
+    """Return the result with more notes, each on one line."""
+    lines = tuple(" ".join(note.split()) for note in notes)
+    return result.model_copy(update={"notes": (*result.notes, *lines)})
 
 
 def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:

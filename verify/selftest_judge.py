@@ -25,6 +25,7 @@ from needlepoint.reference.profile import needlepoint_profile
 from needlepoint.verify.bias import bias_tests
 from needlepoint.verify.byte_compare import unowned_change
 from needlepoint.verify.candidate_run import CandidateFailed, blamed, missing_stages, observe
+from needlepoint.verify.directions import limit_fault
 from needlepoint.verify.faults import Case, Plant
 from needlepoint.verify.faults_ground import Ground
 from needlepoint.verify.key_side import KeyReference, StageErrors, key_reference
@@ -65,7 +66,7 @@ from needlepoint.verify.stages import (
     TOPK,
     declared_stages,
 )
-from needlepoint.verify.vacuity import limit_fault, limit_range
+from needlepoint.verify.vacuity import limit_range
 
 Part = TypeVar("Part", CompressorInputs, QueryInputs)
 
@@ -263,7 +264,7 @@ def _copied(given: LayerInputs) -> LayerInputs:
     """Return inputs that a candidate may spoil."""
 
     def clone(part: Part) -> Part:
-        return replace(part, **{name: value.clone() for name, value in vars(part).items()})
+        return replace(part, **{name: value.clone() for name, value in part.tensors().items()})
 
     return replace(
         given,

@@ -122,9 +122,10 @@ class Shrinker:
         best = self._whole()
         if not self._fails(best):
             raise ValueError(
-                f"shrink: candidate {self._failure.candidate.info.name} does not fail again at "
-                f"layer {self._failure.layer} {'.'.join(self._failure.key)}; run --repeat 5 to see "
-                "whether it gives the same numbers every time"
+                f"candidate {self._failure.candidate.info.name} does not fail again at layer "
+                f"{self._failure.layer} {'.'.join(self._failure.key)} on a copy of the input, so "
+                "nothing was written; run --repeat 5 to see whether it gives the same numbers "
+                "every time"
             )
         best = self._fewer_requests(best)
         while True:

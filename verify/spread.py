@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import ArrayLike
 
 from needlepoint.verify.result_stage import Spread
 
@@ -15,12 +15,12 @@ def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def not_finite(rows: Tensor) -> int:
+def not_finite(rows: ArrayLike) -> int:
     """Return how many of the row errors are NaN or infinite."""
-    return int((~torch.isfinite(rows)).sum())
+    return int((~np.isfinite(np.asarray(rows))).sum())
 
 
-def spread(rows: Tensor) -> Spread:
+def spread(rows: ArrayLike) -> Spread:
     """Return maximum, mean and 99th percentile of row errors.
 
     NaN counts as infinite, so a row without an error can never lower a statistic; a statistic that
@@ -29,16 +29,16 @@ def spread(rows: Tensor) -> Spread:
     Parameters
     ----------
     rows
-        [rows] float row errors, zero or positive.
+        [rows] float row errors, zero or positive; a tensor on the CPU or an array.
     """
-    if rows.numel() == 0:
+    values = np.asarray(rows, dtype=np.float64).ravel()
+    if not values.size:
         return Spread(max=None, mean=None, p99=None)
-    values = rows.detach().to(torch.float64).flatten().nan_to_num(nan=math.inf, posinf=math.inf)
-    # The percentile is a row that exists (the ceiling rank): torch.quantile would interpolate, and
-    # refuses more than 2**24 rows.
-    rank = max(1, math.ceil(0.99 * values.numel()))
+    values = np.where(np.isnan(values), math.inf, values)
+    # The percentile is a row that exists (the ceiling rank): an interpolated one need not.
+    rank = max(1, math.ceil(0.99 * values.size))
     return Spread(
-        max=finite(values.max().item()),
-        mean=finite(values.mean().item()),
-        p99=finite(torch.kthvalue(values, rank).values.item()),
+        max=finite(values.max()),
+        mean=finite(values.mean()),
+        p99=finite(np.partition(values, rank - 1)[rank - 1]),
     )

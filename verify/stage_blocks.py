@@ -12,7 +12,7 @@ from needlepoint.reference.linear import BLOCK
 from needlepoint.reference.topk import visible_entries
 from needlepoint.verify.rows import Rows
 
-BUDGET_BYTES = 48 << 20
+BUDGET_BYTES = 96 << 20
 """Bound on what one block of queries holds at once, over all candidates and contracts."""
 
 _BYTES_A_SCORE = 160

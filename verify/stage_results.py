@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from needlepoint.verify.bias import bias_note, bias_tests
+from needlepoint.verify.bias import bias_tests
 from needlepoint.verify.blame import stage_blame
+from needlepoint.verify.directions import bias_note, limit_fault, passing_limit
 from needlepoint.verify.key_side import StageErrors
 from needlepoint.verify.limits import Limit
 from needlepoint.verify.result import (
@@ -28,7 +29,7 @@ from needlepoint.verify.rows import Rows
 from needlepoint.verify.spread import finite, not_finite, spread
 from needlepoint.verify.stages import COMPARED, STORED, TOPK
 from needlepoint.verify.tally import no_tally
-from needlepoint.verify.vacuity import limit_fault, limit_range, passing_limit
+from needlepoint.verify.vacuity import limit_range
 
 WORST_ROWS = 16
 """Rows named per stage; every row's error is in the row file."""

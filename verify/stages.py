@@ -1,8 +1,9 @@
 """The stages of a layer: their order, what feeds what, how many rows each has, and its kind.
 
 A stage is named by ``(path, stage)``. Which stages a layer has depends on its compression ratio
-alone: 4 (compressor, indexer and attention), 128 (compressor and attention) or 0 (attention over
-the window). ``input`` and ``attention`` belong to no path of their own and stand under ``main``.
+alone: 4 (compressor, indexer and attention), 128 (compressor and attention), 1 (an indexer with a
+key for every token, no compressor) or 0 (attention over the window). ``input`` and ``attention``
+belong to no path of their own and stand under ``main``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final, get_args
 
-from needlepoint.optimized.interface import INDEX, MAIN, QUERY, StageKey
+from needlepoint.optimized.stage_keys import INDEX, MAIN, QUERY, StageKey
 from needlepoint.verify.result_base import Kind, StageName
 
 INPUT: Final = "input"
@@ -37,7 +38,7 @@ CONSEQUENCE: Final[Kind] = "consequence"
 NOT_COVERED: Final[Kind] = "not covered"
 SKIPPED: Final[Kind] = "skipped"
 
-RATIOS: tuple[int, ...] = (0, 4, 128)
+RATIOS: tuple[int, ...] = (0, 1, 4, 128)
 
 _KEY_SIDE = frozenset({POOLED, NORMED, ROPED, ROTATED, STORED})
 _COMMON_INPUT = frozenset({INPUT, PROJECTED})
@@ -50,21 +51,25 @@ _MAIN_FEEDS: dict[StageKey, tuple[StageKey, ...]] = {
     (MAIN, ROPED): ((MAIN, NORMED),),
     (MAIN, STORED): ((MAIN, ROPED),),
 }
+_INDEXER_FEEDS: dict[StageKey, tuple[StageKey, ...]] = {
+    (INDEX, PROJECTED): ((MAIN, INPUT),),
+    (QUERY, PROJECTED): ((MAIN, INPUT),),
+    (INDEX, ROPED): ((INDEX, NORMED),),
+    (INDEX, ROTATED): ((INDEX, ROPED),),
+    (INDEX, STORED): ((INDEX, ROTATED),),
+    (QUERY, QUERIES): ((QUERY, PROJECTED),),
+    (QUERY, WEIGHTS): ((QUERY, PROJECTED),),
+    (INDEX, SCORES): ((INDEX, STORED), (QUERY, QUERIES), (QUERY, WEIGHTS)),
+    (INDEX, TOPK): ((INDEX, SCORES),),
+}
 _FEEDS: dict[int, dict[StageKey, tuple[StageKey, ...]]] = {
     0: {(MAIN, INPUT): (), (MAIN, ATTENTION): ((MAIN, INPUT),)},
+    1: _INDEXER_FEEDS | {(MAIN, INPUT): (), (INDEX, NORMED): ((INDEX, PROJECTED),)},
     4: _MAIN_FEEDS
+    | _INDEXER_FEEDS
     | {
-        (INDEX, PROJECTED): ((MAIN, INPUT),),
-        (QUERY, PROJECTED): ((MAIN, INPUT),),
         (INDEX, POOLED): ((INDEX, PROJECTED),),
         (INDEX, NORMED): ((INDEX, POOLED),),
-        (INDEX, ROPED): ((INDEX, NORMED),),
-        (INDEX, ROTATED): ((INDEX, ROPED),),
-        (INDEX, STORED): ((INDEX, ROTATED),),
-        (QUERY, QUERIES): ((QUERY, PROJECTED),),
-        (QUERY, WEIGHTS): ((QUERY, PROJECTED),),
-        (INDEX, SCORES): ((INDEX, STORED), (QUERY, QUERIES), (QUERY, WEIGHTS)),
-        (INDEX, TOPK): ((INDEX, SCORES),),
         (MAIN, ATTENTION): ((MAIN, INPUT), (MAIN, STORED), (INDEX, TOPK)),
     },
     128: _MAIN_FEEDS | {(MAIN, ATTENTION): ((MAIN, INPUT), (MAIN, STORED))},
@@ -94,7 +99,7 @@ def declared_stages(ratio: int) -> tuple[StageKey, ...]:
     Raises
     ------
     ValueError
-        Where the ratio is not 0, 4 or 128.
+        Where the ratio is not 0, 1, 4 or 128.
     """
     return tuple(sorted(_feeds(ratio), key=stage_order))
 
@@ -168,9 +173,39 @@ def stage_kind(key: StageKey, brought: Collection[StageKey]) -> Kind:
     return GIVEN if stage in _COMMON_INPUT else NOT_COVERED
 
 
+def require_declared(
+    wanted: Collection[StageKey], declared: Collection[StageKey], whose: str
+) -> None:
+    """Refuse stages that were asked for and are not there to compare.
+
+    A stage that was asked for on several paths is there if one of them has it.
+
+    Parameters
+    ----------
+    wanted
+        What ``--stages`` names.
+    declared
+        What there is.
+    whose
+        Words for the message, such as ``candidate x declares``.
+
+    Raises
+    ------
+    ValueError
+        Naming the stage and what there is.
+    """
+    for key in sorted(wanted, key=stage_order):
+        if not any(have in wanted and have[1] == key[1] for have in declared):
+            has = ", ".join(".".join(have) for have in sorted(declared)) or "none"
+            raise ValueError(
+                f"--stages {'.'.join(key)}: not among the stages that {whose} in these layers: "
+                f"{has}; name some of them"
+            )
+
+
 def _feeds(ratio: int) -> dict[StageKey, tuple[StageKey, ...]]:
     if ratio not in _FEEDS:
-        raise ValueError(f"compression ratio {ratio}: expected one of 0, 4 and 128")
+        raise ValueError(f"compression ratio {ratio}: expected one of 0, 1, 4 and 128")
     return _FEEDS[ratio]
 
 

@@ -47,6 +47,16 @@ class StoredRows:
     encoded: Encoded
     rope: Tensor | None
 
+    def rows(self, rows: slice) -> StoredRows:
+        """Return some entries."""
+        codes, scales = self.encoded.codes[rows], self.encoded.scales
+        return replace(
+            self,
+            values=self.values[rows],
+            encoded=Encoded(codes, None if scales is None else scales[rows]),
+            rope=None if self.rope is None else self.rope[rows],
+        )
+
     def require(self, fmt: Format) -> None:
         """Raise ``ValueError`` unless the layout stores elements of this format."""
         element = _ELEMENT_OF_LAYOUT[self.layout]

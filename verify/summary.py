@@ -81,10 +81,11 @@ def _recalled(result: Result) -> str:
 
 
 def details(result: Result) -> list[str]:
-    """Return the lines under the headline: values of the divergence, and how many others."""
+    """Return the lines under the headline: values of the divergence, how many others, notes."""
+    notes = [f"note: {note}" for note in result.notes]
     diverged = _diverged(result)
     if not diverged:
-        return []
+        return notes
     candidate, where = diverged[0]
     lines = [f"candidate {candidate.name}: {where.detail}"]
     if result.verdict == CANNOT_JUDGE:
@@ -94,7 +95,7 @@ def details(result: Result) -> list[str]:
         lines += _values(stage, where)
     if len(diverged) > 1:
         lines.append(f"also differ: {', '.join(other.name for other, _ in diverged[1:])}")
-    return lines
+    return lines + notes
 
 
 def find_stage(candidate: CandidateResult, where: FirstDivergence) -> StageResult | None:
@@ -144,9 +145,11 @@ def _diverged(result: Result) -> list[tuple[CandidateResult, FirstDivergence]]:
 
 
 def _place(where: FirstDivergence) -> str:
-    """Return layer, stage and token, and the error where it is a number."""
+    """Return layer, stage and token, and the error, or what fails where no row does by itself."""
     place = f"layer {where.layer} {where.path}.{where.stage}, {token(where)}"
-    return place if where.error is None else f"{place}: {short(where.error)} x limit"
+    if where.error is None:
+        return place
+    return f"{place}: {where.detail if where.error <= 1 else f'{short(where.error)} x limit'}"
 
 
 def _values(stage: StageResult, where: FirstDivergence) -> list[str]:

@@ -31,6 +31,9 @@ from needlepoint.verify.synthetic_weights import (
 DEFAULT_LENGTHS = (2051, 130, 123)
 """2,304 tokens; lengths leave 3, 2 and 3 tokens past a multiple of 4, and 3, 2 and 123 of 128."""
 
+CONSTANT = "constant"
+"""The kind that declares its stages constant."""
+
 TIE_PERIOD = 384
 """Tokens of ``ties`` repeat after three windows of 128, which are 96 of 4."""
 
@@ -63,12 +66,15 @@ class SyntheticKind:
         ``(lengths, width, draw)`` -> bf16 ``[sum(lengths), width]``.
     adjust
         ``(weights, draw)`` -> the layer's weights, changed where the kind needs it.
+    constant
+        Whether rows are meant to be alike, which is refused elsewhere.
     """
 
     name: str
     reaches: str
     hidden: Callable[[Sequence[int], int, Draw], Tensor]
     adjust: Callable[[LayerWeights, Draw], LayerWeights] = keep_weights
+    constant: bool = False
 
 
 def synthetic_hidden(kind: str, lengths: Sequence[int], width: int, seed: int) -> Tensor:
@@ -96,6 +102,11 @@ def synthetic_hidden(kind: str, lengths: Sequence[int], width: int, seed: int) -
 def synthetic_weights(kind: str, weights: LayerWeights, seed: int) -> LayerWeights:
     """Return a layer's weights as a kind needs them; most kinds change nothing."""
     return synthetic_kind(kind).adjust(weights, Draw(seed, f"{kind}.weights"))
+
+
+def declares_constant(kind: str) -> bool:
+    """Return whether a kind's rows are meant to be alike; false for what is no kind."""
+    return kind in KINDS and KINDS[kind].constant
 
 
 def synthetic_kind(name: str) -> SyntheticKind:
@@ -191,6 +202,11 @@ def _bits(lengths: Sequence[int], width: int, draw: Draw) -> Tensor:
     return fill(lengths, width, rows)
 
 
+def _constant(lengths: Sequence[int], width: int, draw: Draw) -> Tensor:
+    token = draw.normal((1, width))
+    return fill(lengths, width, lambda at: np.repeat(token, len(at.position), axis=0))
+
+
 KINDS: dict[str, SyntheticKind] = {
     kind.name: kind
     for kind in (
@@ -234,5 +250,15 @@ KINDS: dict[str, SyntheticKind] = {
             "random finite bf16 bit patterns: subnormals, both zeros, every mantissa",
             _bits,
         ),
+        SyntheticKind(
+            CONSTANT,
+            "one token throughout: all scores but the first tie, and the tie rule alone picks",
+            _constant,
+            tied_weights,
+            constant=True,
+        ),
     )
 }
+
+VARIED = tuple(kind.name for kind in KINDS.values() if not kind.constant)
+"""Kinds that sweeps of many inputs draw from."""

@@ -49,6 +49,8 @@ class Tally(IntEnum):
     """Half an ULP of the largest element in units of its radius; 0 where cells are compared."""
     CONTENT = 11
     """Equal for rows made from equal input, whatever their position; 0 where nobody set it."""
+    SPREAD = 12
+    """Largest minus smallest visible score."""
 
 
 NEARNESS = (2.0**-8, 2.0**-5, 2.0**-2)

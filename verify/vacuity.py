@@ -8,16 +8,16 @@ shared by both sides equals itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from needlepoint.optimized.interface import LayerInputs, Observed, StageKey
-from needlepoint.verify.bias import Z_LIMIT
 from needlepoint.verify.given import given_tensors
 from needlepoint.verify.key_side import StageErrors
-from needlepoint.verify.result_stage import BiasTest
-from needlepoint.verify.stages import SCORES, TOPK, is_key_side
+from needlepoint.verify.stages import INPUT, PROJECTED, SCORES, TOPK, is_key_side
+from needlepoint.verify.synthetic import CONSTANT
 from needlepoint.verify.tally import Tally
 
 
@@ -39,41 +39,6 @@ def limit_range(errors: StageErrors) -> tuple[float | None, float | None]:
     widest = float((tally[:, Tally.SIZE] / tally[:, Tally.REACH]).max())
     narrowest = float(tally[:, Tally.NARROWEST].min())
     return narrowest or None, widest if widest < math.inf else None
-
-
-def passing_limit(
-    worst: float, tests: Iterable[BiasTest], narrowest: float | None, widest: float | None
-) -> float | None:
-    """Return the smallest limit that a stage passes; None where no limit can be met.
-
-    Parameters
-    ----------
-    worst
-        Largest row error, local or accumulated.
-    tests
-        Directions of the stage.
-    narrowest, widest
-        As :func:`limit_range`.
-    """
-    leaning = max((abs(test.z) / Z_LIMIT for test in tests), default=0.0)
-    needed = max(worst, narrowest or 0.0, leaning if leaning > 1 else 0.0)
-    needed *= 1 + 2.0**-22  # rows are kept in fp32
-    return needed if needed < (math.inf if widest is None else widest) else None
-
-
-def limit_fault(value: float, narrowest: float | None, widest: float | None) -> str | None:
-    """Return why a limit cannot judge a stage; None where it can."""
-    if widest is not None and value >= widest:
-        return (
-            f"limit {value:.3g} is wider than the data: from {widest:.3g} on, rows of zeros would "
-            "pass; give a smaller limit"
-        )
-    if narrowest is not None and value < narrowest:
-        return (
-            f"limit {value:.3g} is narrower than half an ULP: below {narrowest:.3g} not even the "
-            "rounded reference passes; give a larger limit"
-        )
-    return None
 
 
 def require_own_memory(given: LayerInputs, observed: Observed) -> None:
@@ -117,7 +82,9 @@ def require_apart(layer: int, observed: Mapping[str, Observed]) -> None:
 def require_moving(given: LayerInputs, errors: Mapping[StageKey, StageErrors]) -> None:
     """Refuse stages whose rows are all alike or empty: a row in the wrong place could not show.
 
-    Requests without a complete window have nothing to compare, which is said elsewhere.
+    The reference's rows count: a candidate that returns a constant where the reference does not is
+    wrong. Picks are judged by the scores that they are made from; requests without a complete
+    window have nothing to compare, which is said elsewhere.
 
     Raises
     ------
@@ -126,27 +93,35 @@ def require_moving(given: LayerInputs, errors: Mapping[StageKey, StageErrors]) -
     """
     if not any(length // given.ratio for length in given.lengths):
         return
-    same_input = len(given.hidden) > 1 and bool((given.hidden == given.hidden[:1]).all())
     for key, stage in errors.items():
-        # Picks are judged by the scores that they are made from.
-        what = None if key[1] == TOPK else _alike(stage, same_input)
+        what = None if key[1] in (INPUT, PROJECTED, TOPK) else _alike(given, stage)
         if what is not None:
             raise ValueError(
                 f"layer {given.layer} {'.'.join(key)}: {what}, so a row in the wrong place could "
-                "not show; give input that varies, or an input kind that declares itself constant"
+                "not show; give input that varies, or a kind that declares itself constant "
+                f"(synthetic:{CONSTANT})"
             )
 
 
-def _alike(stage: StageErrors, same_input: bool) -> str | None:
+def _alike(given: LayerInputs, stage: StageErrors) -> str | None:
     """Return in which way all rows of the reference are alike; None where they are not."""
-    norm = stage.accumulated.reference_norm
-    if not len(norm):
+    meant = stage.accumulated
+    if not meant.rows:
         return None
-    if not bool(norm.any()):
-        if stage.key[1] == SCORES:
+    if stage.key[1] == SCORES:
+        if not bool(meant.reference_norm.any()):
             return "no query sees an entry, or all scores are zero"
+        # Scores no further apart than the radius may change places within the limit.
+        apart = bool((meant.tally[:, Tally.SPREAD] > meant.tally[:, Tally.REACH]).any())
+        several = max(given.lengths) // given.ratio > 1
+        return "every query scores all its entries alike" if several and not apart else None
+    if not bool(meant.reference_norm.any()):
         return "every row of the reference is zero"
-    if same_input and is_key_side(stage.key):
+    content = stage.local.tally[:, Tally.CONTENT]
+    if is_key_side(stage.key) and given.ratio == 4:
+        # Windows of 4 overlap: the first of a request has none before it and differs.
+        content = content[torch.cat([torch.arange(n // 4) for n in given.lengths]) > 0]
+    if len(content) > 1 and bool((content == content[0]).all()):
         return "all rows of the reference are made from equal input"
     return None
 

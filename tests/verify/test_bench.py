@@ -36,7 +36,7 @@ from needlepoint.verify.byte_sweep import Calls, Feed, window_tokens
 from needlepoint.verify.cli import app
 from needlepoint.verify.cli_run import run_app
 from needlepoint.verify.gpu_report import main, markdown, totals, write
-from needlepoint.verify.synthetic import KINDS as SYNTHETIC_KINDS
+from needlepoint.verify.synthetic import VARIED
 
 FP32 = torch.float32
 
@@ -156,7 +156,7 @@ def test_every_compressor_of_an_input_is_compared_with_both_dtypes() -> None:
     ]
     assert [given.main.kv.dtype for given in seen] == [FP32, torch.bfloat16] * 3
     assert torch.equal(seen[1].main.kv, seen[0].main.kv.bfloat16())
-    assert SOURCES == ("mini", *(f"synthetic:{kind}" for kind in SYNTHETIC_KINDS))
+    assert SOURCES == ("mini", *(f"synthetic:{kind}" for kind in VARIED))
 
 
 def test_a_round_is_planned_call_by_call_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def test_models_choose_width_and_layers(tmp_path: Path) -> None:
     assert inputs.layers == (2, 3)
     assert load_inputs("synthetic", model="v4-flash", tokens=130, layers=(7, 4, 4)).layers == (4, 7)
     own = MODELS["mini"].__class__(**(vars(MODELS["mini"]) | {"n_heads": 2, "name": "x"}))
-    shapes = vars(own) | {"compress_ratios": [4, 128]}
+    shapes = vars(own) | {"compress_ratios": [4, 128], "index_rope": own.index_rope.value}
     source = made(tmp_path / "in", {"input": states(130)}, [130], model=shapes)
     assert load_inputs(source).config.n_heads == 2
     assert load_inputs(source, model="mini").config == MODELS["mini"]

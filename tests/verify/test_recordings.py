@@ -378,7 +378,7 @@ def test_wrong_shapes_and_dtypes_are_named(
         (["layers", 0, "query"], None, "query record must be declared together"),
         (["layers", 0, "stages"], [["index", "pool"]], "has no stage index.pool"),
         (["layers", 0, "stages"], [["index", "topk"]] * 2, "a stage is declared twice"),
-        (["layers", 0, "ratio"], 8, "Input should be 4 or 128"),
+        (["layers", 0, "ratio"], 8, "Input should be 1, 4 or 128"),
         (["layers", 1, "layer"], 2, "a layer is listed twice"),
         (["requests"], [9, 130, 4], r"tensor input: shape \[142, 24\], expected \[143, any\]"),
         (["requests"], [9, 133, 0], "requests.2.*greater than or equal to 1"),

@@ -296,6 +296,17 @@ def test_model_shapes_come_back(name: str) -> None:
     assert vars(back) == vars(other) | {"name": "recorded"}
 
 
+def test_shapes_of_an_older_recording_come_back() -> None:
+    """It has no field of what it could not hold: layers of one index key a token."""
+    other = MODELS["mini"].__class__(**(vars(MODELS["mini"]) | {"n_heads": 3}))
+    record = config_record(other)
+    assert isinstance(record, dict)
+    older = {k: v for k, v in record.items() if k not in ("index_norm_eps", "index_rope")}
+    assert recorded_config(older) == recorded_config(record)
+    with pytest.raises(RecordingError, match=r"model fields \['n_heads'\] are missing"):
+        recorded_config({k: v for k, v in older.items() if k != "n_heads"})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

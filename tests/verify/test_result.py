@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from needlepoint.verify.output import schema_text, shipped_schema
+from needlepoint.verify.output import MODELS, schema_text, shipped_schema
 from needlepoint.verify.result import (
     CANNOT_JUDGE,
     DIFFER,
@@ -118,11 +118,13 @@ def test_published_names_stand_where_published(place: str, complete: Result) -> 
     assert set(PUBLISHED[place].split()) <= set(found)
 
 
-def test_shipped_schema_is_the_schema_of_the_models() -> None:
-    assert shipped_schema() == schema_text(), (
-        "run: python -c 'from needlepoint.verify.output import schema_text; "
-        'print(schema_text(), end="")\' > verify/result.schema.json'
+@pytest.mark.parametrize("name", MODELS)
+def test_shipped_schemas_are_those_of_the_models(name: str) -> None:
+    assert shipped_schema(name) == schema_text(name), (
+        "run: python -c 'from needlepoint.verify.output import MODELS, schema_text; "
+        f'print(schema_text("{name}"), end="")\' > verify/{name}.schema.json'
     )
+    assert json.loads(shipped_schema(name))["$id"] == f"needlepoint.{name}/1"
 
 
 @pytest.mark.parametrize("name", ["matching", "differing", "complete"])

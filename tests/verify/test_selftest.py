@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 from rich.console import Console
 
@@ -16,6 +17,7 @@ from needlepoint.verify.faults import Case
 from needlepoint.verify.faults_catalogue import CATALOGUE, CONTROLS, FAULTS
 from needlepoint.verify.inputs import load_inputs
 from needlepoint.verify.limits import Limits
+from needlepoint.verify.output import shipped_schema
 from needlepoint.verify.progress import NoProgress
 from needlepoint.verify.selftest import selftest
 from needlepoint.verify.selftest_gates import GATES
@@ -227,6 +229,10 @@ def test_the_command_writes_json_and_prints_the_matrix(
     assert found["schema"] == "needlepoint.selftest/1"
     assert found["faults"] == found["caught"] == 2 * 2 + 29
     assert SelftestResult.model_validate_json((tmp_path / "out.json").read_text())
+    schema = jsonschema.Draft202012Validator(json.loads(shipped_schema("selftest")))
+    schema.validate(found)
+    found["cases"][0]["class"] = "Z"
+    assert not schema.is_valid(found)
     assert all(len(line) <= 80 for line in out.splitlines())
     assert "store-gain-0.4%" in out
     assert out.splitlines()[-1].startswith("match: 33 of 33 faults caught")

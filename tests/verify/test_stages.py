@@ -73,7 +73,7 @@ def test_kinds_follow_what_the_candidate_brings() -> None:
 
 
 def test_unknown_names_and_ratios_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ratio 8: expected one of 0, 4 and 128"):
+    with pytest.raises(ValueError, match=r"ratio 8: expected one of 0, 1, 4 and 128"):
         declared_stages(8)
     with pytest.raises(ValueError, match=r"stage index\.stored: a layer of ratio 128 has only"):
         rows_expected(("index", "stored"), (128,), 128)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from needlepoint.verify.gates import apply_gates, parse_gate
-from needlepoint.verify.result import Result
+from needlepoint.verify.result import Result, with_notes
 from needlepoint.verify.summary import details, headline, layers_with, number, some
 
 
@@ -103,3 +103,22 @@ def test_kept_gates_are_counted(matching: Result) -> None:
     gated = apply_gates(matching, (parse_gate("layers.topk.invalid<=0"),))
 
     assert headline(gated).endswith("2 candidates, 2 gates kept")
+
+
+def test_what_fails_by_a_test_and_not_by_its_size_is_named_first(differing: Result) -> None:
+    note = "code-flip test, a balance of +0.41: rows err away from zero, z 9.1 of at most 7"
+    *others, first = differing.candidates
+    assert first.first_divergence is not None
+    where = first.first_divergence.model_copy(update={"error": 0.93, "detail": note})
+    candidate = first.model_copy(update={"first_divergence": where})
+    result = differing.model_copy(update={"candidates": (*others, candidate)})
+
+    assert headline(differing).endswith("x limit")
+    assert headline(result).startswith("differ: layer ")
+    assert headline(result).endswith(f": {note}")
+
+
+def test_notes_stand_under_the_headline(matching: Result, differing: Result) -> None:
+    for result in (matching, differing):
+        noted = with_notes(result, "shrink: nothing\nto do")
+        assert details(noted) == [*details(result), "note: shrink: nothing to do"]

@@ -33,6 +33,8 @@ from needlepoint.verify.synthetic import (
     DEFAULT_LENGTHS,
     KINDS,
     TIE_PERIOD,
+    VARIED,
+    declares_constant,
     synthetic_hidden,
     synthetic_weights,
 )
@@ -124,7 +126,7 @@ def test_weights_keep_shape_and_are_repeatable(kind: str, layer: int) -> None:
             assert after is None
         else:
             again = getattr(synthetic_weights(kind, random_layer_weights(MINI, layer, 0), 0), name)
-            for part, tensor in vars(after).items():
+            for part, tensor in after.tensors().items():
                 assert tensor.shape == getattr(before, part).shape
                 assert tensor.dtype == getattr(before, part).dtype
                 assert torch.equal(tensor, getattr(again, part))
@@ -272,9 +274,23 @@ def test_bits_hold_every_kind_of_finite_pattern_and_stay_finite() -> None:
     assert bool(torch.isfinite(stored(rotated, FP4_OFFICIAL)).all())
 
 
+def test_a_constant_leaves_every_pick_to_the_tie_rule() -> None:
+    assert [kind for kind in KINDS if declares_constant(kind)] == ["constant"]
+    assert not declares_constant("no kind")
+    assert set(VARIED) == set(KINDS) - {"constant"}
+    assert bool((hidden_of("constant") == hidden_of("constant")[0]).all())
+    scores = scores_of("constant")
+    # The first window has none before it; behind it all scores of a query are equal.
+    for query in (11, 500, 2050):
+        row = scores[query, 1 : (query + 1) // 4]
+        assert float(row.max()) - float(row.min()) <= 1e-12 * float(row.abs().max())
+    assert bool(scores[2050, 1:512].any())
+
+
 def test_kinds_by_name() -> None:
     assert list(KINDS) == [
         "gaussian", "outlier", "anisotropic", "small", "ties", "pow2", "integer", "bits",
+        "constant",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="synthetic kind 'uniform': expected one of gaussian, "):
         synthetic_hidden("uniform", (4,), 8, 0)
@@ -304,6 +320,7 @@ DIGESTS = {
     "pow2": "009c4d2e350ce6c5",
     "integer": "8b7446cede798b96",
     "bits": "73b8951b78eddebf",
+    "constant": "08bf8a8ad82443c3",
 }
 
 

@@ -20,8 +20,10 @@ from needlepoint.optimized.interface import (
     StageKey,
 )
 from needlepoint.verify.inputs import Inputs
+from needlepoint.verify.junit import junit_xml
 from needlepoint.verify.pipeline import PipelineOutput
 from needlepoint.verify.result import Result, StageResult
+from needlepoint.verify.summary import headline
 
 Judge = Callable[..., PipelineOutput]
 Load = Callable[..., Inputs]
@@ -78,7 +80,13 @@ def test_a_gain_of_the_scores_hides_from_their_limit_and_has_a_direction(
     first = result.candidates[0].first_divergence
     assert first is not None
     assert first.stage == "scores"
-    assert "bias, mean gain" in first.detail
+    assert first.detail.startswith("signed bias test, mean gain ")
+    assert "; 0 of 200 rows beyond the limit" in first.detail
+    # No row fails by itself: the first line of every surface names the test, not a row's error.
+    assert headline(result).endswith(f": {first.detail}")
+    assert "x limit" not in headline(result)
+    assert first.detail.split(";")[0] in junit_xml(result).decode()
+    assert "x limit" not in junit_xml(result).decode()
     others = [s for key, s in stages(result).items() if key != (INDEX, "scores")]
     assert not any(test.exceeded for stage in others for test in stage.bias)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +90,7 @@ def test_rejudging_is_running_again_under_those_limits(
     inputs = small_inputs(tokens=136)
     first, again = judge(inputs, Nudged()), judge(inputs, Nudged(), limits=other)
 
-    found = rejudge(first.result, first.rows, other).result
+    found = rejudge(first.result, first.rows, other)
 
     assert found.verdict == again.result.verdict
     assert found.counts == again.result.counts
@@ -128,7 +130,7 @@ def test_the_smallest_passing_limit_passes_and_a_smaller_one_does_not(
 
     for factor, verdict in ((1.0, "match"), (0.999, "differ")):
         other = limits(tmp_path, f"[pooled]\nvalue = {stage.limit.passing * factor!r}")
-        assert stages(rejudge(output.result, output.rows, other).result)[key].verdict == verdict
+        assert stages(rejudge(output.result, output.rows, other))[key].verdict == verdict
 
 
 def test_looser_limits_explain_swaps_and_never_excuse_a_selection(
@@ -162,7 +164,7 @@ def test_looser_limits_explain_swaps_and_never_excuse_a_selection(
     assert before.swaps.upstream > 0
 
     loose = limits(tmp_path, "[topk]\nvalue = 1e9")
-    after = rejudge(output.result, output.rows, loose).result.candidates[0].layers[0].topk
+    after = rejudge(output.result, output.rows, loose).candidates[0].layers[0].topk
 
     assert after is not None
     assert after.swaps.upstream == 0
@@ -190,6 +192,29 @@ def test_the_command_reads_files_and_prints_what_would_pass(
     assert cli("rejudge", "b.json", "--quiet").returncode == 1
     gated = cli("rejudge", "b.json", "--limits", "loose.toml", "--gate", "layers.topk.k<=2")
     assert gated.returncode == 1
+
+
+def test_rejudging_loads_no_torch(cli: Cli, small_model: Path) -> None:
+    """Two seconds for 43 layers: importing torch alone takes most of them."""
+    words = ["verify", "--input", "synthetic", "--model", small_model, "--tokens", "136"]
+    assert cli(*words, "--json", "a.json", "--markdown", "a.md", "--quiet").returncode == 0
+    options = "'rejudge', 'a.json', '--json', 'b.json', '--junitxml', 'b.xml', '--markdown', 'b.md'"
+    code = (
+        f"import sys; sys.argv[1:] = [{options}]; from needlepoint.verify.main import main; "
+        "code = main(); print('torch' in sys.modules); sys.exit(code)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("match: ")
+    assert done.stdout.endswith("\nFalse\n")
+    before, after = (load_result(Path(name)) for name in ("a.json", "b.json"))
+    assert (after.counts, after.input) == (before.counts, before.input)
+    assert [c.verdict for c in after.candidates] == ["match"] * len(before.candidates)
+    assert Path("b.rows.safetensors").read_bytes() == Path("a.rows.safetensors").read_bytes()
+    assert cli("rejudge", "b.json", "--html", "b.html", "--quiet").returncode == 0
+    assert Path("b.html").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("fault", ["missing", "a row short", "another tensor", "swaps"])

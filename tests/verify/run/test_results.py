@@ -11,17 +11,12 @@ import torch
 
 from needlepoint.optimized.candidates import create
 from needlepoint.optimized.interface import CandidateInfo
-from needlepoint.verify.candidate_results import (
-    CandidateOutcome,
-    candidate_result,
-    candidate_verdict,
-    first_divergence,
-)
+from needlepoint.verify.candidate_results import CandidateOutcome, candidate_result
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.key_side import StageErrors
 from needlepoint.verify.limits import Limit
 from needlepoint.verify.memory_law import transient_law
-from needlepoint.verify.pipeline import PipelineOutput, count_stages
+from needlepoint.verify.pipeline import PipelineOutput
 from needlepoint.verify.result import ErrorStats, LayerResult, Result, StageResult
 from needlepoint.verify.row_errors import RowErrors
 from needlepoint.verify.rows import Rows
@@ -33,6 +28,7 @@ from needlepoint.verify.stage_results import (
     uncompared_stage,
     zero_errors,
 )
+from needlepoint.verify.verdicts import candidate_verdict, count_stages, first_divergence
 
 LIMIT = Limit(2.0, "of something", "made up")
 ROWS = Rows((8, 3, 9), 4)  # entries 2, 0, 2

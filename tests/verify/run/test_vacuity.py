@@ -17,6 +17,7 @@ from needlepoint.optimized.compressor import EntryBlock
 from needlepoint.optimized.interface import (
     INDEX,
     MAIN,
+    QUERY,
     Candidate,
     CandidateInfo,
     LayerInputs,
@@ -24,11 +25,12 @@ from needlepoint.optimized.interface import (
     StageKey,
 )
 from needlepoint.optimized.keyside import KeySide
+from needlepoint.reference.weights import LayerWeights
 from needlepoint.verify.candidate_run import CandidateFailed
+from needlepoint.verify.directions import limit_fault, passing_limit
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.pipeline import PipelineOutput
-from needlepoint.verify.vacuity import limit_fault, passing_limit
 
 Judge = Callable[..., PipelineOutput]
 Load = Callable[..., Inputs]
@@ -95,20 +97,126 @@ def test_recordings_of_equal_bytes_are_a_match(
     assert cli("diff", one, one, "--quiet").returncode == 0
 
 
-@pytest.mark.parametrize(("what", "layer"), [("zeros", 0), ("equal tokens", 0), ("zeros", 1)])
-def test_constant_stages_are_refused_unless_the_input_declares_them(
-    what: str, layer: int, judge: Judge, small_inputs: Load
-) -> None:
-    inputs = small_inputs(tokens=530, layers=(layer,))
-    hidden = inputs.hidden(layer)
-    same = torch.zeros_like(hidden) if what == "zeros" else hidden[:1].expand_as(hidden).clone()
-    inputs = replace(inputs, states={layer: same})
+def repeated(inputs: Inputs, period: int) -> Inputs:
+    """Return the input with its first tokens over and over in every request; none for zeros."""
+    (layer,) = inputs.layers
+    at = [torch.arange(length) % max(1, period) for length in inputs.requests]
+    states = inputs.hidden(layer)[torch.cat(at)] * min(1, period)
+    return replace(inputs, states={layer: states})
 
-    why = "zero" if what == "zeros" else "equal input"
-    with pytest.raises(ValueError, match=f"layer {layer} .*{why}.*declares itself constant"):
+
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("period", ["zeros", "one token", "one window"])
+def test_constant_stages_are_refused_unless_the_input_declares_them(
+    period: str, ratio: int, judge: Judge, small_inputs: Load
+) -> None:
+    layer = {4: 0, 128: 1}[ratio]
+    inputs = small_inputs(tokens=530, layers=(layer,))
+    inputs = repeated(inputs, {"zeros": 0, "one token": 1, "one window": ratio}[period])
+
+    why = "zero" if period == "zeros" else "equal input"
+    with pytest.raises(ValueError, match=f"layer {layer} .*pooled.*{why}.*declares itself"):
         judge(inputs, create(FP8))
     declared = judge(replace(inputs, constant=True), create(FP8)).result
     assert declared.verdict == "match"
+
+
+def test_one_window_that_differs_is_no_constant(judge: Judge, small_inputs: Load) -> None:
+    inputs = repeated(small_inputs(tokens=530, layers=(0,)), 4)
+    inputs.states[0][-9:-5] *= 2
+
+    assert judge(inputs, create(FP8)).result.verdict == "match"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The sound candidate, of which some stages are shown alone."""
+
+    shown: frozenset[StageKey]
+
+    @property
+    def info(self) -> CandidateInfo:
+        return create(FP8).info
+
+    def stages(self, ratio: int) -> frozenset[StageKey]:
+        return self.shown
+
+    def run(self, inputs: LayerInputs) -> Observed:
+        observed = create(FP8).run(inputs)
+        queries = (QUERY, "query") in self.shown
+        return replace(
+            observed,
+            dense={},
+            stored={},
+            query=observed.query if queries else None,
+            scores=None if queries else observed.scores,
+            topk=None,
+        )
+
+
+def equal_keys(inputs: Inputs) -> Inputs:
+    """Return an input whose index keys are all one and the same, the first of a request too."""
+
+    def weights(layer: int) -> LayerWeights:
+        drawn = inputs.weights(layer)
+        assert drawn.index is not None
+        norm = drawn.index.norm.clone()
+        norm[-64:] = 0  # what RoPE turns
+        half = drawn.index.wkv[: len(norm)]
+        index = replace(drawn.index, norm=norm, wkv=torch.cat((half, half)))
+        return replace(drawn, index=index)
+
+    return replace(repeated(inputs, 1), weights_of=weights)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ([(QUERY, "query"), (QUERY, "weights")], r"query\.query: .* made from equal input"),
+        ([(INDEX, "scores")], r"index\.scores: every query scores all its entries alike"),
+    ],
+)
+def test_a_constant_is_refused_where_it_is_all_that_is_shown(
+    keys: list[StageKey], why: str, judge: Judge, small_inputs: Load
+) -> None:
+    inputs = equal_keys(small_inputs(tokens=136, layers=(0,)))
+    candidate = Part(frozenset(keys))
+
+    with pytest.raises(ValueError, match=why):
+        judge(inputs, candidate)
+    assert judge(replace(inputs, constant=True), candidate).result.verdict == "match"
+    assert judge(small_inputs(tokens=136, layers=(0,)), candidate).result.verdict == "match"
+
+
+def test_a_candidate_that_returns_a_constant_differs(judge: Judge, small_inputs: Load) -> None:
+    """The reference's rows say whether a stage is constant, never the candidate's."""
+
+    def constant(_: LayerInputs, observed: Observed) -> Observed:
+        rows = observed.dense[MAIN, "normed"]
+        return with_dense(observed, (MAIN, "normed"), rows[:1].expand_as(rows).clone())
+
+    found = judge(small_inputs(tokens=136, layers=(0,)), Changed(constant)).result
+    assert found.verdict == "differ"
+
+
+def test_a_recording_declares_its_kind_too(
+    cli: Cli,
+    recorded: Callable[..., Path],
+    manifest: Callable[[Path, Callable[[dict[str, object]], None]], None],
+) -> None:
+    """What a kind declares holds for `verify` and `diff` of what was recorded from it."""
+    words = ("--tokens", "136", "--layers", "0", "--input", "synthetic:constant")
+    a, b = (recorded(who, name, *words) for who, name in (("bf16", "a"), (FP8, "b")))
+
+    assert cli("verify", "--input", b, "--candidate", FP8, "--quiet").returncode == 0
+    assert cli("diff", a, b, "--quiet").returncode == 0
+    for recording in (a, b):
+        manifest(recording, lambda record: record.update(input_name="somewhere"))
+    refused = cli("diff", a, b, "--quiet")
+    assert refused.returncode == 2
+    assert "declares itself constant (synthetic:constant)" in refused.stderr
+    # Equal bytes are a match, whatever they hold.
+    assert cli("diff", b, b, "--quiet").returncode == 0
 
 
 def test_a_selection_that_leaves_nothing_out_is_refused(judge: Judge, small_inputs: Load) -> None:
