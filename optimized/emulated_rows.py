@@ -57,10 +57,12 @@ def observe_rows(
         side.run_fused()
     else:
         side.run_separate()
+    paged = side.paged
+    del side  # its rows before the store are several times its pages
     # The query store rotates row i by row i of its table.
     table = replace(inputs, lengths=(len(positions),), rope_table=inputs.rope_table[positions])
     query = store_queries(inputs.query, table, key_format)
-    keys = read_index_keys(side.paged, 0)
+    keys = read_index_keys(paged, 0)
     scores = torch.empty(len(positions), len(keys.values))
     score = fused_scores if fused else unfused_scores
     score(read_queries(query, slice(None)), query.weights, keys.values, scores)
@@ -69,7 +71,7 @@ def observe_rows(
     visible = (positions + 1) // inputs.ratio
     scores.masked_fill_(torch.arange(scores.shape[1]) >= visible[:, None], -torch.inf)
     return Observed(
-        stored={INDEX: side.paged},
+        stored={INDEX: paged},
         query=query,
         scores=lambda request, start, stop: scores[start:stop],
         topk=select_topk(scores, visible, inputs.topk),

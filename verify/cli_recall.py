@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -49,6 +49,16 @@ from needlepoint.verify.recall_server import HAYSTACKS as SERVER_HAYSTACKS
 from needlepoint.verify.recall_svg import recall_svg
 
 _DEPTHS = ",".join(f"{100 * depth:g}" for depth in DEPTHS)
+_SERVER: Final = (
+    *("api_model", "body", "questions", "cache", "concurrency", "starts", "restart", "picks"),
+    *("timeout", "pause_ms", "token_budget", "resume"),
+)
+_GRID: Final = ("lengths", "depths", "haystacks", "needles", "distractors", "passages")
+_INPUT: Final = ("model", "checkpoint")
+_LOCAL: Final = (
+    *("input", *_INPUT, "needles", "memory", "contract", "candidate", "layers", "device"),
+    *("limits", "gate", "junitxml", "html", "markdown", "svg"),
+)
 DEFAULT_CANDIDATES = ("emulated:fused-bf16", "emulated:fused-fp8", "emulated:fused-fp4")
 
 
@@ -152,25 +162,12 @@ def recall(
     debug: Annotated[bool, typer.Option("--debug", help="Print a traceback.")] = False,
 ) -> int:
     """Measure which needles each candidate picks, beside the reference, and why it misses any."""
+    _refuse_idle(ctx, server=bool(server), recording=input is not None)
     check_device(device)
     number = None if seed is None else parse_number("--seed", seed, 0)
     count = None if haystacks is None else parse_number("--haystacks", haystacks, 1)
     counts = _counts(distractors)
     if server:
-        given = {
-            "--input": input,
-            "--gate": gate,
-            "--junitxml": junitxml,
-            "--html": html,
-            "--markdown": markdown,
-            "--svg": svg,
-            "--candidate": candidate,
-            "--layers": layers,
-            "--limits": limits,
-        }
-        for name, value in given.items():
-            if value:
-                raise ValueError(f"{name}: does not go with --server")
         request = ProbeRequest(
             arms=parse_arms(server, api_model or [], body or []),
             lengths=parse_lengths(lengths),
@@ -191,9 +188,6 @@ def recall(
             seed=number or 0,
         )
         return _probe(ctx, request, json, force=force, quiet=quiet)
-    for name, value in {"--resume": resume, "--api-model": api_model, "--body": body}.items():
-        if value:
-            raise ValueError(f"{name}: belongs to --server; name a server or leave it away")
     outputs = Outputs.create(
         json, junitxml, gate or [], force=force, quiet=quiet, html=html, markdown=markdown, svg=svg
     )
@@ -217,7 +211,7 @@ def recall(
             inputs = load_inputs(
                 input, model=model, layers=wanted, seed=number, checkpoint=checkpoint
             )
-            source = measure.input_source(inputs, random_weights=checkpoint is None)
+            source = measure.input_source(inputs)
         output = measure.measure_recall(
             source,
             [create(name) for name in chosen],
@@ -228,6 +222,25 @@ def recall(
         )
     extra = {} if svg is None else {svg: recall_svg(output.result).encode()}
     return outputs.finish(output.result, output.rows, extra=extra)
+
+
+def _refuse_idle(ctx: typer.Context, *, server: bool, recording: bool) -> None:
+    """Refuse options of the command line that this run would not read."""
+    rules: list[tuple[tuple[str, ...], str]]
+    if server:
+        rules = [(_LOCAL, "does not go with --server")]
+    else:
+        rules = [(_SERVER, "belongs to --server; name a server or leave it away")]
+        rules += (
+            [(_GRID, "does not go with --input; a recording has prompts of its own")]
+            if recording
+            else [(_INPUT, "belongs to --input; name a recording or leave it away")]
+        )
+    for names, why in rules:
+        for name in names:
+            source = ctx.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                raise ValueError(f"--{name.replace('_', '-')}: {why}")
 
 
 def _probe(

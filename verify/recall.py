@@ -28,6 +28,7 @@ from needlepoint.verify.recall_model import LABEL, load_trained
 from needlepoint.verify.recall_pool import load_pool
 from needlepoint.verify.recall_run import Gathered, RecallModel, run_prompts
 from needlepoint.verify.recall_tally import recall_result
+from needlepoint.verify.recall_verify import marked_label
 from needlepoint.verify.result import (
     CANNOT_JUDGE,
     MATCH,
@@ -44,7 +45,9 @@ from needlepoint.verify.result import (
 )
 
 MEASURED: Final = "recall measured, no stage judged"
-NOTHING: Final = "no needle was exercised: every query saw at most k entries"
+NOTHING: Final = (
+    "no needle was exercised: every query saw at most k entries or reads it through its window"
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def grid_source(grid: Grid, layers: Sequence[int] | None) -> RecallSource:
     return RecallSource(prompts, model, info, grid.distractors[0], LABEL)
 
 
-def input_source(inputs: Inputs, *, random_weights: bool) -> RecallSource:
+def input_source(inputs: Inputs) -> RecallSource:
     """Return the marked needles of an input, through its own layers.
 
     Raises
@@ -113,9 +116,7 @@ def input_source(inputs: Inputs, *, random_weights: bool) -> RecallSource:
         model=inputs.config.name,
         seed=inputs.seed,
     )
-    label = "needles of a recording"
-    if random_weights:
-        label += "; the indexer's weights are random, so the rate says nothing about a model"
+    label = marked_label(inputs)
     return RecallSource(recording_prompts(inputs), input_model(inputs), info, 0, label)
 
 

@@ -32,6 +32,7 @@ from needlepoint.verify.recordings_file import read_header, read_tensor
 SHIPPED: Final = "recall"
 MAX_MANIFEST_BYTES: Final = 64 << 20
 MAX_ROWS: Final = 1 << 22
+_CHECK_ROWS: Final = 1 << 12
 
 Tokens = Annotated[int, Field(ge=1, le=1 << 20)]
 
@@ -150,38 +151,8 @@ def load_pool(folder: Path | None = None) -> Pool:
     """
     directory = shipped_folder() if folder is None else folder
     manifest = _manifest(directory)
-    parts = {"passages": [], "facts": [], "questions": []}  # type: dict[str, list[Tensor]]
-    for file, declared in manifest.files.items():
-        path = directory / file
-        if not path.resolve().is_relative_to(directory.resolve()):
-            raise RecordingError(f"{path}: is a link out of the pool; expected a file in it")
-        header = read_header(path)
-        for name, shape in declared.items():
-            entry = header.get(name)
-            if name not in parts or entry is None or (entry.dtype, entry.shape) != ("BF16", shape):
-                raise RecordingError(
-                    f"{path}: tensor {name[:80]!r} is {entry}, expected BF16 {list(shape)} and one "
-                    "of passages, facts, questions"
-                )
-            parts[name].append(read_tensor(path, name))
-    states = [
-        torch.cat(rows) if rows else torch.empty(0, manifest.width) for rows in parts.values()
-    ]
-    passages = [record.tokens for record in manifest.passages]
-    facts = [record.tokens for record in manifest.facts]
-    questions = [record.question_tokens for record in manifest.facts]
-    for name, rows, lengths in zip(parts, states, (passages, facts, questions), strict=True):
-        if rows.shape != (sum(lengths), manifest.width):
-            raise RecordingError(
-                f"{directory}: {name} have {list(rows.shape)} states, the manifest needs "
-                f"{[sum(lengths), manifest.width]}"
-            )
-    borrowed = [record.tokens for record in manifest.mini]
-    if borrowed:
-        states.insert(0, _mini_states(sum(borrowed), manifest.width))
-    joined = torch.cat([rows.to(torch.bfloat16) for rows in states])
-    if not bool(torch.isfinite(joined).all()):
-        raise RecordingError(f"{directory}: hidden states are not finite; make the pool again")
+    joined = _states(directory, manifest)
+    borrowed, passages, facts, questions = _lengths(manifest)
     at = iter(_ranges([*borrowed, *passages, *facts, *questions]))
     own = tuple(next(at) for _ in [*borrowed, *passages])
     fact_rows = [next(at) for _ in facts]
@@ -196,6 +167,52 @@ def load_pool(folder: Path | None = None) -> Pool:
         ),
         sha256=tensor_digest([joined]),
     )
+
+
+def _lengths(manifest: PoolManifest) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return tokens of borrowed passages, passages, facts and questions, in the order of rows."""
+    return (
+        [record.tokens for record in manifest.mini],
+        [record.tokens for record in manifest.passages],
+        [record.tokens for record in manifest.facts],
+        [record.question_tokens for record in manifest.facts],
+    )
+
+
+def _states(directory: Path, manifest: PoolManifest) -> Tensor:
+    """Return all rows as one tensor; beside it no more than the files' own rows is held."""
+    parts: dict[str, list[Tensor]] = {"passages": [], "facts": [], "questions": []}
+    for file, declared in manifest.files.items():
+        path = directory / file
+        if not path.resolve().is_relative_to(directory.resolve()):
+            raise RecordingError(f"{path}: is a link out of the pool; expected a file in it")
+        header = read_header(path)
+        for name, shape in declared.items():
+            entry = header.get(name)
+            if name not in parts or entry is None or (entry.dtype, entry.shape) != ("BF16", shape):
+                raise RecordingError(
+                    f"{path}: tensor {name[:80]!r} is {entry}, expected BF16 {list(shape)} and one "
+                    "of passages, facts, questions"
+                )
+            parts[name].append(read_tensor(path, name))
+    borrowed, *lengths = _lengths(manifest)
+    for (name, tensors), wanted in zip(parts.items(), lengths, strict=True):
+        other = any(rows.shape[1:] != (manifest.width,) for rows in tensors)
+        if other or sum(map(len, tensors)) != sum(wanted):
+            raise RecordingError(
+                f"{directory}: {name} have {[list(rows.shape) for rows in tensors]} states, the "
+                f"manifest needs {[sum(wanted), manifest.width]}"
+            )
+    states = [torch.empty(0, manifest.width, dtype=torch.bfloat16)]
+    if borrowed:
+        states.append(_mini_states(sum(borrowed), manifest.width))
+    states += [rows for tensors in parts.values() for rows in tensors]
+    # Part by part: a check of all rows at once holds several copies of them.
+    if not all(
+        bool(torch.isfinite(r).all()) for rows in states for r in torch.split(rows, _CHECK_ROWS)
+    ):
+        raise RecordingError(f"{directory}: hidden states are not finite; make the pool again")
+    return torch.cat(states)
 
 
 def _manifest(directory: Path) -> PoolManifest:

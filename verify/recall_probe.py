@@ -154,7 +154,8 @@ def probe(
     manners
         Pauses, retries, timeouts.
     budget_tokens
-        Estimated prompt tokens after which nothing more is sent.
+        Estimated prompt tokens after which nothing more is sent. Every arm has an equal share, so
+        that what was asked of one was asked of all.
     journal
         Where replies go, and what was answered before.
     restart
@@ -163,7 +164,8 @@ def probe(
         Told of every question.
     """
     progress.start("recall: questions", len(arms) * len(questions) * len(passes))
-    spent, whole, lock = 0, True, Lock()
+    spent, whole, lock = dict.fromkeys((arm.label for arm in arms), 0), True, Lock()
+    share = budget_tokens // len(arms)
     started = 0
     for one in passes:
         if one.start != started and restart is not None:
@@ -175,11 +177,11 @@ def probe(
             def ask(
                 question: Question, one: Pass = one, arm: Arm = arm, endpoint: Endpoint = endpoint
             ) -> None:
-                nonlocal spent, whole
+                nonlocal whole
                 if not journal.answered(arm.label, one.name, question.name):
                     with lock:
-                        spent += len(question.text) // _CHARACTERS_A_TOKEN
-                        if spent > budget_tokens:
+                        spent[arm.label] += len(question.text) // _CHARACTERS_A_TOKEN
+                        if spent[arm.label] > share:
                             whole = False
                             return
                     reply = endpoint.ask(question, one.prefix(arm.label, question.name))

@@ -79,7 +79,7 @@ def _grid(recall: RecallResult) -> Table:
     depths = sorted({cell.depth for cell in cells})
     if len(depths) > 6:  # marked needles stand anywhere
         depths = []
-    table = plain_table("tokens>", "near>", "k>", *(f"{100 * d:.0f} %>" for d in depths), "all>")
+    table = plain_table("tokens>", "near>", "k>", *(f"{100 * d:.3g} %>" for d in depths), "all>")
     order = dict.fromkeys((c.length, c.distractors, c.k) for c in cells)
     for length, distractors, k in sorted(order, key=lambda o: (o[0], o[1], -o[2])):
         row = [c for c in cells if (c.length, c.distractors, c.k) == (length, distractors, k)]

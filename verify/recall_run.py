@@ -1,13 +1,15 @@
 """Run prompts with needles: reference and candidates on the queries of the needles.
 
-Prompts are independent, so they run side by side, one thread each. What is kept of a prompt is a
-few numbers a needle: memory does not grow with their number.
+Prompts are independent, so they run side by side, one thread each, as far as their tokens go into
+one budget: two long prompts run one after the other. What is kept of a prompt is a few numbers a
+needle: memory does not grow with their number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from needlepoint.reference.config import ModelConfig
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.reference.weights import LayerWeights
 from needlepoint.verify.candidate_run import blamed
+from needlepoint.verify.heap import give_back
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.progress import Progress
 from needlepoint.verify.recall_attention import PickPrice, Prices
@@ -32,8 +35,10 @@ from needlepoint.verify.recall_outcomes import (
 from needlepoint.verify.recall_reference import reference_scores
 from needlepoint.verify.recall_rows import ComputesRows, GivenRows, candidate_rows, given_rows
 from needlepoint.verify.stored_rows import replayable
-from needlepoint.verify.workers import workers
+from needlepoint.verify.workers import Budget, workers
 
+SIDE_BY_SIDE: Final = 12_288
+"""Tokens of all prompts that run at a time; a longer prompt runs alone."""
 ATTENUATION = 0.5
 """A picked needle with less than this part of its attention left is reported as attenuated."""
 
@@ -102,6 +107,8 @@ class Gathered:
         Bytes that one index key takes in its pages; None without pages.
     main_rows
         Whether it handed back main rows, by which alone attention can be judged.
+    label
+        What the figures are of, where the source does not say it.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -109,6 +116,7 @@ class Gathered:
     margins: MarginTally = field(default_factory=MarginTally)
     row_bytes: float | None = None
     main_rows: bool = False
+    label: str = ""
 
 
 def run_prompts(
@@ -143,12 +151,15 @@ def run_prompts(
     """
     progress.start("recall: prompts", len(prompts))
     layers = {layer: model.weights(layer) for layer in model.layers}
+    budget = Budget(SIDE_BY_SIDE)
 
     def one(make: Callable[[], NeedlePrompt]) -> list[Gathered]:
         prompt = make()
         found = [Gathered() for _ in candidates]
-        for layer, weights in layers.items():
-            _run_layer(prompt, layer, weights, model, candidates, contract, limits, found)
+        with budget.hold(prompt.setting.length):
+            for layer, weights in layers.items():
+                _run_layer(prompt, layer, weights, model, candidates, contract, limits, found)
+            give_back()
         progress.advance()
         return found
 
@@ -174,9 +185,9 @@ def _run_layer(
     positions = torch.tensor([needle.query for needle in prompt.needles])
     hidden = prompt.hidden(layer)
     given = given_rows(model.config, layer, weights, hidden, positions, model.seed)
-    observed = [candidate_rows(candidate, given) for candidate in candidates]
     reference = reference_scores(given, contract)
-    for candidate, own, gathered in zip(candidates, observed, found, strict=True):
+    for candidate, gathered in zip(candidates, found, strict=True):
+        own = candidate_rows(candidate, given)
         with blamed(candidate.info.name, layer):
             judge_prompt(prompt, given, candidate, own, reference, contract, limits, gathered)
 
@@ -270,4 +281,5 @@ def join(parts: Iterable[Gathered]) -> Gathered:
         whole.margins.merge([part.margins])
         whole.row_bytes = part.row_bytes if whole.row_bytes is None else whole.row_bytes
         whole.main_rows |= part.main_rows
+        whole.label = whole.label or part.label
     return whole

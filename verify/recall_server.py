@@ -19,6 +19,7 @@ from needlepoint.verify.recall_probe import Journal, Pass, probe, probe_digest
 from needlepoint.verify.recall_probe_tally import probe_result
 from needlepoint.verify.recall_questions import KINDS, Kind, Question, make_question
 from needlepoint.verify.result_probe import ProbeResult
+from needlepoint.verify.summary import number
 
 HAYSTACKS: Final = 3
 BUDGET_TOKENS: Final = 2_000_000
@@ -206,7 +207,7 @@ def probe_lines(result: ProbeResult) -> list[str]:
     for pair in result.pairs:
         lines.append(
             f"{pair.second} against {pair.first}: {pair.rows} pairs, lost {pair.lost}, gained "
-            f"{pair.gained}, p {pair.mcnemar_p}, over haystacks {pair.cluster_p}"
+            f"{pair.gained}, p {number(pair.mcnemar_p)}, over haystacks {number(pair.cluster_p)}"
         )
     return lines
 

@@ -21,7 +21,8 @@ from needlepoint.verify.recall_run import Gathered, NeedlePrompt, judge_prompt
 from needlepoint.verify.recall_tally import recall_result
 from needlepoint.verify.result_recall import RecallResult
 
-LABEL: Final = "needles that the input marks"
+LABEL: Final = "needles that the input marks; the indexer's weights are "
+RANDOM: Final = "random, so the rate says nothing about a model"
 
 
 def layer_recall(
@@ -35,7 +36,7 @@ def layer_recall(
 
     Candidates without picks, layers without an indexer and inputs without needles say nothing.
     """
-    found = [Gathered() for _ in observed]
+    found = [Gathered(label=marked_label(inputs)) for _ in observed]
     if not inputs.needles or inputs.config.ratio(layer) != 4:
         return found
     start = 0
@@ -62,7 +63,14 @@ def layer_recall(
 
 def input_recall(gathered: Gathered, k: int) -> RecallResult | None:
     """Return the recall of an input's needles; None where nothing was asked or answered."""
-    return recall_result(gathered, k, 0, LABEL) if gathered.outcomes else None
+    return recall_result(gathered, k, 0, gathered.label) if gathered.outcomes else None
+
+
+def marked_label(inputs: Inputs) -> str:
+    """Return what figures of an input's needles are of: above all, whose weights scored them."""
+    if inputs.checkpoint is None:
+        return LABEL + RANDOM
+    return f"{LABEL}those of checkpoint {inputs.checkpoint}"
 
 
 def _same(hidden: Tensor, layer: int) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Condition
 from typing import TypeVar
 
 import torch
@@ -31,6 +32,34 @@ class Workers:
     def run(self, tasks: Iterable[Callable[[], None]]) -> None:
         """Run tasks side by side and wait for all of them."""
         self.map(lambda task: task(), tasks)
+
+
+class Budget:
+    """What tasks that run side by side may hold together; a task beyond all of it runs alone.
+
+    Parameters
+    ----------
+    total
+        In any unit.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total, self._held = total, 0
+        self._changed = Condition()
+
+    @contextmanager
+    def hold(self, amount: int) -> Iterator[None]:
+        """Wait until ``amount`` fits beside what others hold, and hold it until the block ends."""
+        own = min(amount, self._total)
+        with self._changed:
+            self._changed.wait_for(lambda: self._held + own <= self._total)
+            self._held += own
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= own
+                self._changed.notify_all()
 
 
 @contextmanager

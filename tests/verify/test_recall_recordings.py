@@ -168,6 +168,7 @@ def test_the_command_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFi
     recall = recall_of(out)
     assert recall["rows"] + recall["not_exercised"]["rows"] == 2 * 2 + 2
     assert "mini indexer" in recall["label"]
+    assert "0.217 %" in printed  # the fixed position beside depth 0
     assert "says nothing about the recall of a full model" in " ".join(printed.split())
     assert {c["length"] for c in recall["cells"]} == {2052, 2300}
     fixed = [c for c in recall["cells"] if c["length"] == 2300 and c["k"] == 512]
@@ -228,6 +229,16 @@ def test_nothing_exercised_cannot_be_judged(capsys: pytest.CaptureFixture[str]) 
     arguments += ["--distractors", "8", "--candidate", "emulated:fused-fp8"]
     assert run_app(app, arguments) == 2
     assert "no needle was exercised" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_needle_in_the_window_is_not_called_unexercised_by_k(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["recall", "--lengths", "2300@2200", "--haystacks", "1", "--distractors", "8"]
+    assert run_app(app, [*arguments, "--candidate", "emulated:fused-fp8"]) == 2
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "or reads it through its window" in printed
+    assert "window: 1 needles are read through the sliding window" in printed
 
 
 def test_a_gate_on_recall(capsys: pytest.CaptureFixture[str]) -> None:

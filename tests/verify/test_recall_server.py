@@ -279,6 +279,26 @@ def test_a_busy_server_is_asked_again(toys: Callable[[Answer], Toy]) -> None:
     assert len(toy.requests) == 6
 
 
+def test_a_budget_is_shared_so_that_answers_pair(toys: Callable[[Answer], Toy]) -> None:
+    arms = [Arm(name, toys(perfect).url, "toy") for name in "ab"]
+    found = ask(*arms, budget=8000)
+    assert not found.complete
+    first, second = (arm.rows for arm in found.arms)
+    assert 0 < first == second < 18
+    assert [pair.rows for pair in found.pairs] == [first]
+
+
+def test_the_report_writes_short_numbers(toys: Callable[[Answer], Toy]) -> None:
+    def blind(prompt: str, number: int) -> tuple[int, Any]:
+        return 200, completion("00000", prompt)
+
+    good, bad = Arm("a", toys(perfect).url, "toy"), Arm("b", toys(blind).url, "toy")
+    *_, last = probe_lines(ask(good, bad))
+    assert last == "b against a: 18 pairs, lost 18, gained 0, p 7.6e-06, over haystacks 0.500"
+    *_, last = probe_lines(ask(good, bad, budget=10))
+    assert last == "b against a: 0 pairs, lost 0, gained 0, p -, over haystacks -"
+
+
 def test_a_run_goes_on_where_it_stopped(toys: Callable[[Answer], Toy], tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
     toy = toys(perfect)
