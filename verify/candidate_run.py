@@ -70,6 +70,7 @@ def observe(candidate: Candidate, given: LayerInputs) -> Observed:
             )
         _require_protocol(given, declared, observed)
         require_own_memory(given, observed)
+    observed = _without_history(observed)
     if observed.scores is None:
         return observed
     return replace(observed, scores=_blamed_reader(observed.scores, name, given.layer))
@@ -185,9 +186,24 @@ def _require_protocol(given: LayerInputs, declared: Collection[StageKey], observ
             )
 
 
+def _without_history(observed: Observed) -> Observed:
+    """Return the same memory without autograd's record: weights are often parameters."""
+    query, own = observed.query, observed.attention
+    if query is not None:
+        query = replace(query, codes=query.codes.detach(), weights=query.weights.detach())
+        if query.scales is not None:
+            query = replace(query, scales=query.scales.detach())
+    return replace(
+        observed,
+        dense={key: rows.detach() for key, rows in observed.dense.items()},
+        query=query,
+        attention=None if own is None else own.detach(),
+    )
+
+
 def _blamed_reader(reader: ScoreReader, candidate: str, layer: int) -> ScoreReader:
     def read(request: int, start: int, stop: int) -> Tensor:
         with blamed(candidate, layer):
-            return reader(request, start, stop)
+            return reader(request, start, stop).detach()
 
     return read

@@ -20,7 +20,7 @@ from needlepoint.reference.rounding import round_to
 from needlepoint.verify.enclosure import Enclosure
 from needlepoint.verify.row_errors import RowErrors, row_blocks, worst_of
 from needlepoint.verify.scales import in_units
-from needlepoint.verify.tally import Tally, plain_tally, rounded_tally, with_format
+from needlepoint.verify.tally import Tally, no_tally, plain_tally, rounded_tally, with_format
 
 BF16_BITS = 8
 """Significand bits of bf16, the leading one among them."""
@@ -184,6 +184,27 @@ def _rounded_rows(candidate: Tensor, expected: Enclosure) -> RowErrors:
     ratio = settle_ties(in_units(needed.clamp(min=0), delta), delta, rounded == held)
     ratio = torch.where(held == found, ratio, math.inf)
     return worst_of(ratio, found, rounded, ulps_apart(held, rounded, drop=16), tally)
+
+
+def spread_tally(scores: Tensor, bound: Tensor, visible: Tensor) -> Tensor:
+    """Return how far scores are apart beside their bound; nothing else is counted.
+
+    Parameters
+    ----------
+    scores, bound
+        [queries, entries] reference scores and their a-priori bound.
+    visible
+        int [queries] entries that each query may see.
+    """
+    tally = no_tally(len(scores))
+    if not scores.numel():
+        return tally
+    for rows in row_blocks(*scores.shape):
+        hidden = torch.arange(scores.shape[1]) >= visible[rows].unsqueeze(1)
+        tally[rows, Tally.SPREAD] = _spread(scores[rows].to(torch.float64), hidden)
+        reach = bound[rows].to(torch.float64).masked_fill(hidden, 0.0)
+        tally[rows, Tally.REACH] = reach.amax(1)
+    return tally
 
 
 def _spread(scores: Tensor, hidden: Tensor) -> Tensor:

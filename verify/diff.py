@@ -97,7 +97,7 @@ def diff(
         try:
             part, entry, moved = diff_layer(pair, profile_of(info), limits, exact, against, stages)
             if not exact and not _declares_constant(left):
-                require_moving(given, part.errors)
+                require_moving(given, part.errors, stages)
         except ValueError as error:
             raise RecordingError(f"{a} and {b}, layer {layer}: {error}") from error
         outcome.add(part, entry)
@@ -152,7 +152,7 @@ def _diff_dump(
                 pair, profile_of(dump.info), limits, False, against, stages
             )
             if not _declares_constant(left):
-                require_moving(found.given, part.errors)
+                require_moving(found.given, part.errors, stages)
         except ValueError as error:
             raise RecordingError(f"{dump.path}, layer {layer}: {error}") from error
         outcome.add(part, entry)

@@ -185,7 +185,7 @@ def _run_layer(
         outcome.add_recall(recall, run.given.topk)
     for outcome, (candidate, first), part in zip(outcomes, observed, found, strict=True):
         if not inputs.constant:
-            require_moving(run.given, part.errors)
+            require_moving(run.given, part.errors, options.stages)
         declared = candidate.stages(run.given.ratio)
         entry = layer_result(
             part, declared, run.given, options.limits, options.contract, wanted=options.stages

@@ -26,7 +26,7 @@ from needlepoint.optimized.interface import (
 from needlepoint.reference.profile import Accumulator
 from needlepoint.reference.topk import select_topk
 from needlepoint.verify.bounds import ScoreBound
-from needlepoint.verify.compare import compare_dense, compare_masked_scores
+from needlepoint.verify.compare import compare_dense, compare_masked_scores, spread_tally
 from needlepoint.verify.compare_codes import compare_encoded
 from needlepoint.verify.enclosure import exact, rounding
 from needlepoint.verify.error_model import LEAN, U
@@ -156,7 +156,9 @@ class QueryJudge:
         swaps = self._judge_picks(
             block, picks, meant.picks, justifying, radius, meant.scores, meant.bound
         )
-        errors[INDEX, TOPK] = StageErrors((INDEX, TOPK), pick_rows(local), pick_rows(swaps))
+        widths = spread_tally(meant.scores, meant.bound, block.visible)
+        rows = replace(pick_rows(swaps), tally=widths)
+        errors[INDEX, TOPK] = StageErrors((INDEX, TOPK), pick_rows(local), rows)
         return BlockJudgement(errors, swaps, picks, meant.picks)
 
     def _judge_picks(

@@ -18,7 +18,12 @@ from needlepoint.reference.config import MODELS, ModelConfig
 from needlepoint.reference.weights import LayerWeights, random_layer_weights
 from needlepoint.verify.inputs import MINI, SYNTHETIC, Inputs, load_inputs
 from needlepoint.verify.inputs_checks import tensor_digest
-from needlepoint.verify.synthetic import VARIED, synthetic_hidden, synthetic_weights
+from needlepoint.verify.synthetic import (
+    VARIED,
+    declares_constant,
+    synthetic_hidden,
+    synthetic_weights,
+)
 from needlepoint.verify.synthetic_draw import Draw
 
 SOURCES = (MINI, *(f"{SYNTHETIC}:{kind}" for kind in VARIED))
@@ -142,6 +147,7 @@ def case_inputs(case: RandomCase) -> Inputs:
         seed=case.seed,
         states=dict.fromkeys(layers, hidden),
         weights_of=weights,
+        constant=declares_constant(case.source.removeprefix(f"{SYNTHETIC}:")),
     )
 
 

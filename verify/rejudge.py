@@ -33,6 +33,7 @@ from needlepoint.verify.spread import not_finite, spread
 from needlepoint.verify.stages import COMPARED, TOPK
 from needlepoint.verify.verdicts import candidate_verdict, count_stages, first_divergence
 
+_FP32_MAX = float(np.finfo(np.float32).max)
 Errors = NDArray[np.float64]
 Rows = Mapping[str, ArrayLike]
 
@@ -104,6 +105,8 @@ def _stage(stage: StageResult, name: str, rows: Rows, limit: Limit) -> StageResu
         _errors(rows, f"{name}/{which}", stage.rows_compared) for which in ("local", "accumulated")
     )
     old = 1.0 if stage.limit is None else stage.limit.value
+    _require_own(f"{name}/local", stage.local, local, old)
+    _require_own(f"{name}/accumulated", stage.accumulated, accumulated, old)
     narrowest, widest = (
         (None, None) if stage.limit is None else (stage.limit.narrowest, stage.limit.widest)
     )
@@ -198,6 +201,27 @@ def _topk(topk: TopkResult, gaps: ArrayLike | None, limit: float, prefix: str) -
         upstream=expected - explained,
     )
     return topk.model_copy(update={"swaps": moved})
+
+
+def _require_own(name: str, told: ErrorStats | None, errors: Errors, limit: float) -> None:
+    """Refuse row errors of another run, which fit by name and number.
+
+    Raises
+    ------
+    ValueError
+        If the largest error is not the one of the result.
+    """
+    if told is None:
+        return
+    found = float(np.where(np.isnan(errors), np.inf, errors).max())
+    # Rows are kept in fp32, statistics in float64; null is an error without a number.
+    expected = np.inf if told.error.max is None else told.error.max * limit
+    expected = expected if expected <= _FP32_MAX else np.inf
+    if not np.isclose(found, expected, rtol=1e-5, atol=1e-8):
+        raise ValueError(
+            f"row errors {name}: the largest is {found:.6g} and in the result {expected:.6g}; "
+            "expected the row file that was written with this result"
+        )
 
 
 def _errors(rows: Rows, name: str, count: int) -> Errors:

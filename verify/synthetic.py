@@ -32,7 +32,7 @@ DEFAULT_LENGTHS = (2051, 130, 123)
 """2,304 tokens; lengths leave 3, 2 and 3 tokens past a multiple of 4, and 3, 2 and 123 of 128."""
 
 CONSTANT = "constant"
-"""The kind that declares its stages constant."""
+"""The kind of which every stage is constant."""
 
 TIE_PERIOD = 384
 """Tokens of ``ties`` repeat after three windows of 128, which are 96 of 4."""
@@ -67,7 +67,7 @@ class SyntheticKind:
     adjust
         ``(weights, draw)`` -> the layer's weights, changed where the kind needs it.
     constant
-        Whether rows are meant to be alike, which is refused elsewhere.
+        Whether all rows of a stage may be alike, which is refused elsewhere.
     """
 
     name: str
@@ -232,6 +232,7 @@ KINDS: dict[str, SyntheticKind] = {
             "exact ties of scores across the selection border, and ReLU plateaus at zero",
             _ties,
             tied_weights,
+            constant=True,  # requests of one window of 128 each have all the same
         ),
         SyntheticKind(
             "pow2",
@@ -260,5 +261,5 @@ KINDS: dict[str, SyntheticKind] = {
     )
 }
 
-VARIED = tuple(kind.name for kind in KINDS.values() if not kind.constant)
+VARIED = tuple(name for name in KINDS if name != CONSTANT)
 """Kinds that sweeps of many inputs draw from."""

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, split
 
-from needlepoint.optimized.interface import LayerInputs, Observed, StageKey
+from needlepoint.optimized.interface import INDEX, LayerInputs, Observed, StageKey
 from needlepoint.verify.given import given_tensors
 from needlepoint.verify.key_side import StageErrors
 from needlepoint.verify.stages import INPUT, PROJECTED, SCORES, TOPK, is_key_side
@@ -79,12 +79,25 @@ def require_apart(layer: int, observed: Mapping[str, Observed]) -> None:
         owner |= {memory: candidate for _, memory in found}
 
 
-def require_moving(given: LayerInputs, errors: Mapping[StageKey, StageErrors]) -> None:
+def require_moving(
+    given: LayerInputs,
+    errors: Mapping[StageKey, StageErrors],
+    stages: frozenset[StageKey] | None = None,
+) -> None:
     """Refuse stages whose rows are all alike or empty: a row in the wrong place could not show.
 
     The reference's rows count: a candidate that returns a constant where the reference does not is
-    wrong. Picks are judged by the scores that they are made from; requests without a complete
-    window have nothing to compare, which is said elsewhere.
+    wrong. Picks are judged by the scores that they are made from, also where the candidate shows
+    none; requests without a complete window have nothing to compare, which is said elsewhere.
+
+    Parameters
+    ----------
+    given
+        The given tensors of the layer.
+    errors
+        Row errors of each observed stage.
+    stages
+        Stages that are asked for; None for all.
 
     Raises
     ------
@@ -94,7 +107,9 @@ def require_moving(given: LayerInputs, errors: Mapping[StageKey, StageErrors]) -
     if not any(length // given.ratio for length in given.lengths):
         return
     for key, stage in errors.items():
-        what = None if key[1] in (INPUT, PROJECTED, TOPK) else _alike(given, stage)
+        if key[1] in (INPUT, PROJECTED) or (stages is not None and key not in stages):
+            continue
+        what = _alike(given, stage)
         if what is not None:
             raise ValueError(
                 f"layer {given.layer} {'.'.join(key)}: {what}, so a row in the wrong place could "
@@ -108,22 +123,40 @@ def _alike(given: LayerInputs, stage: StageErrors) -> str | None:
     meant = stage.accumulated
     if not meant.rows:
         return None
-    if stage.key[1] == SCORES:
-        if not bool(meant.reference_norm.any()):
+    if stage.key[1] in (SCORES, TOPK):
+        if stage.key[1] == SCORES and not bool(meant.reference_norm.any()):
             return "no query sees an entry, or all scores are zero"
         # Scores no further apart than the radius may change places within the limit.
         apart = bool((meant.tally[:, Tally.SPREAD] > meant.tally[:, Tally.REACH]).any())
         several = max(given.lengths) // given.ratio > 1
-        return "every query scores all its entries alike" if several and not apart else None
+        same = several and (not apart or _windows_alike(given, INDEX))
+        return "every query scores all its entries alike" if same else None
     if not bool(meant.reference_norm.any()):
         return "every row of the reference is zero"
     content = stage.local.tally[:, Tally.CONTENT]
-    if is_key_side(stage.key) and given.ratio == 4:
+    overlap = is_key_side(stage.key) and given.ratio == 4
+    if overlap:
         # Windows of 4 overlap: the first of a request has none before it and differs.
         content = content[torch.cat([torch.arange(n // 4) for n in given.lengths]) > 0]
-    if len(content) > 1 and bool((content == content[0]).all()):
+    alike = len(content) > 1 and bool((content == content[0]).all())
+    # One short prompt over and over has as many kinds of rows as the prompt has windows.
+    if alike and (not overlap or _windows_alike(given, stage.key[0])):
         return "all rows of the reference are made from equal input"
     return None
+
+
+def _windows_alike(given: LayerInputs, path: str) -> bool:
+    """Return whether all windows of a path hold the same projections."""
+    part, ratio = given.paths[path], given.ratio
+    for rows in (part.kv, part.score):
+        requests = [own for own in split(rows, list(given.lengths)) if len(own) >= ratio]
+        first = requests[0][:ratio]
+        for own in requests:
+            count = len(own) // ratio
+            windows = own[: count * ratio].reshape(count, ratio, own.shape[1])
+            if not bool((windows == first).all()):
+                return False
+    return True
 
 
 def _observed_tensors(observed: Observed) -> Iterator[tuple[str, Tensor]]:

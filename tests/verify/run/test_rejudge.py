@@ -217,7 +217,9 @@ def test_rejudging_loads_no_torch(cli: Cli, small_model: Path) -> None:
     assert Path("b.html").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("fault", ["missing", "a row short", "another tensor", "swaps"])
+@pytest.mark.parametrize(
+    "fault", ["missing", "a row short", "another tensor", "another run", "swaps"]
+)
 def test_row_files_that_do_not_belong_are_refused(fault: str, cli: Cli, small_model: Path) -> None:
     words = ["verify", "--input", "synthetic", "--model", small_model, "--tokens", "136"]
     words += ["--layers", "0", "--candidate", "emulated:fused-fp8", "--json", "a.json", "--quiet"]
@@ -232,6 +234,8 @@ def test_row_files_that_do_not_belong_are_refused(fault: str, cli: Cli, small_mo
             tensors[name] = tensors[name][1:].clone()
         elif fault == "another tensor":
             del tensors[name]
+        elif fault == "another run":  # of the same name and size
+            tensors[name] = tensors[name] / 2
         else:
             tensors["emulated:fused-fp8/layer0/index/topk/swaps"] = torch.ones(3)
         save_file(tensors, rows)

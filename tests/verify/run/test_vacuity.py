@@ -154,6 +154,83 @@ class Part:
         )
 
 
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_short_prompts_that_are_all_the_same_are_judged_by_their_windows(
+    ratio: int, judge: Judge, small_inputs: Load
+) -> None:
+    """Two windows that differ can change places, however often the prompt comes again."""
+    layer = {4: 0, 128: 1}[ratio]
+    inputs = small_inputs(tokens=2 * ratio, layers=(layer,))
+    prompt = inputs.hidden(layer)[: inputs.requests[0]]
+    asked = frozenset({(MAIN, "stored")})
+
+    batch = replace(inputs, states={layer: prompt.repeat(3, 1)}, requests=(len(prompt),) * 3)
+    assert judge(batch, create(FP8), stages=asked).result.verdict == "match"
+    one = prompt[:ratio].repeat(6, 1)
+    alike = replace(batch, states={layer: one}, requests=(2 * ratio,) * 3)
+    with pytest.raises(ValueError, match=r"main\.stored: .* made from equal input"):
+        judge(alike, create(FP8), stages=asked)
+
+
+def test_only_stages_that_are_asked_for_are_refused(judge: Judge, small_inputs: Load) -> None:
+    """Rows near zero differ, and all their scores are the same: the store can be judged."""
+    inputs = small_inputs(tokens=136, layers=(0,))
+    inputs = replace(inputs, states={0: inputs.hidden(0) * 2.0**-100})
+    candidate = create("emulated:fused-bf16")
+
+    with pytest.raises(ValueError, match=r"index\.scores: every query scores all"):
+        judge(inputs, candidate)
+    stored = judge(inputs, candidate, stages=frozenset({(MAIN, "stored")})).result
+    assert stored.verdict == "match"
+
+
+@dataclass(frozen=True)
+class LastEntries:
+    """Picks the last entries that a query sees, whatever they score."""
+
+    shown: frozenset[StageKey]
+
+    @property
+    def info(self) -> CandidateInfo:
+        return create(FP8).info
+
+    def stages(self, ratio: int) -> frozenset[StageKey]:
+        return self.shown
+
+    def run(self, inputs: LayerInputs) -> Observed:
+        observed = create(FP8).run(inputs)
+        positions = torch.cat([torch.arange(length) for length in inputs.lengths])
+        seen = ((positions + 1) // inputs.ratio).unsqueeze(1)
+        first = (seen - inputs.topk).clamp(min=0)
+        picks = first + torch.arange(inputs.topk)
+        return Observed(
+            stored={} if (INDEX, "scores") in self.shown else {INDEX: observed.stored[INDEX]},
+            query=None if (INDEX, "scores") in self.shown else observed.query,
+            scores=observed.scores if (INDEX, "scores") in self.shown else None,
+            topk=torch.where(picks < seen, picks, -1).to(torch.int32),
+        )
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("small", [True, False])
+def test_picks_are_refused_where_every_choice_is_a_tie(
+    small: bool, scored: bool, judge: Judge, small_inputs: Load
+) -> None:
+    """Also for a candidate that shows no scores, whose picks its rows and queries justify."""
+    shown: set[StageKey] = {(INDEX, "topk")}
+    shown |= (
+        {(INDEX, "scores")} if scored else {(INDEX, "stored"), (QUERY, "query"), (QUERY, "weights")}
+    )
+    candidate, asked = LastEntries(frozenset(shown)), frozenset({(INDEX, "topk")})
+    sound = small_inputs(tokens=136, layers=(0,))
+    tied = replace(sound, states={0: sound.hidden(0) * 2.0**-100})
+    tied = tied if small else repeated(sound, 1)
+
+    with pytest.raises(ValueError, match=r"index\.topk: every query scores all"):
+        judge(tied, candidate, stages=asked)
+    assert judge(sound, candidate, stages=asked).result.verdict == "differ"
+
+
 def equal_keys(inputs: Inputs) -> Inputs:
     """Return an input whose index keys are all one and the same, the first of a request too."""
 

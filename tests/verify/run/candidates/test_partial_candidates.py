@@ -107,6 +107,36 @@ def test_a_declared_stage_that_does_not_come_is_skipped_and_named(
     assert not Path("out").exists()
 
 
+def with_history(inputs: LayerInputs, observed: Observed) -> Observed:
+    """Return what comes of weights that are parameters: autograd keeps how it was made."""
+    reader, query = observed.scores, observed.query
+    assert reader is not None
+    assert query is not None
+    return replace(
+        observed,
+        dense={key: rows.detach().requires_grad_() for key, rows in observed.dense.items()},
+        query=replace(
+            query,
+            weights=query.weights.detach().requires_grad_(),
+            scales=None if query.scales is None else query.scales.detach().requires_grad_(),
+        ),
+        scores=lambda r, a, b: reader(r, a, b).requires_grad_(),
+        attention=torch.zeros(sum(inputs.lengths), 1, 512, requires_grad=True),
+    )
+
+
+def test_results_of_parameters_are_judged(
+    cli: Cli, candidate_named: Named, run_options: Options, wrapped: Wrapped
+) -> None:
+    changed = wrapped(with_history, adds=frozenset({(MAIN, "attention")}))
+    name = candidate_named("test:wrapped", changed)
+    options = (*run_options, "--layers", "0", "--candidate", name)
+
+    done = cli("verify", *options, "--json", "r.json", "--repeat", "2", "--swap", "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert cli("record", *options, "--out", "out", "--quiet").returncode == 0
+
+
 def louder(inputs: LayerInputs, observed: Observed) -> Observed:
     """Score 0.4 % too high."""
     reader = observed.scores
