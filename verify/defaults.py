@@ -118,10 +118,12 @@ def _read(path: Path) -> Defaults:
 def _explain(path: Path, error: ValidationError) -> str:
     """Return one message for the first fault of the table."""
     first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"]) or "[tool.needlepoint]"
+    key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         known = sorted(field.alias or name for name, field in Table.model_fields.items())
         near = get_close_matches(key.lower().replace("_", "-"), known, n=1)
         meant = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
         return f"{path}: unknown key {key!r} in [tool.needlepoint]; {meant}"
+    if not key:
+        return f"{path}: [tool.needlepoint] is {first['input']!r}; expected a table of options"
     return f"{path}: [tool.needlepoint] {key} = {first['input']!r}: {first['msg']}"

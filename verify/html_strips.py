@@ -29,7 +29,8 @@ LEAST_BINS: Final = 16
 STRIP_BYTES: Final = 500_000
 """What all strips of a report may take together."""
 MOST_STRIPS: Final = 1200
-"""With more, accumulated errors of stages that match have no strip of their own."""
+"""With more, accumulated errors have no strip of their own; what differs is counted by itself."""
+KINDS: Final = ("local", "accumulated")
 
 
 @dataclass(frozen=True)
@@ -53,27 +54,53 @@ class Strip:
 
 
 @dataclass(frozen=True)
-class Strips:
-    """Row errors, which kinds of them every stage shows, and how many bins a strip has."""
+class Shown:
+    """How strips of one sort are shown: which errors, in how many bins."""
 
-    rows: Mapping[str, ArrayLike]
     kinds: tuple[str, ...]
     bins: int
 
+
+@dataclass(frozen=True)
+class Strips:
+    """Row errors, and how those of stages that match and of stages that differ are shown."""
+
+    rows: Mapping[str, ArrayLike]
+    matching: Shown
+    differing: Shown
+
     @classmethod
-    def of_report(cls, rows: Mapping[str, ArrayLike]) -> Self:
-        """Return strips such that all of a report's row errors fit its bytes."""
-        kinds: tuple[str, ...] = ("local", "accumulated")
-        if strip_count(rows, kinds) > MOST_STRIPS:
-            kinds = kinds[:1]
-        return cls(rows, kinds, bins_for(strip_count(rows, kinds), STRIP_BYTES))
+    def of_report(cls, rows: Mapping[str, ArrayLike], differing: int) -> Self:
+        """Return strips such that all of a report's row errors fit its bytes.
+
+        Parameters
+        ----------
+        rows
+            Row errors by ``candidate/layerN/path/stage/local|accumulated``.
+        differing
+            Stages that differ; while they are few their strips have all bins and both kinds.
+        """
+        counts = [strip_count(rows, KINDS[:n]) for n in (1, 2)]
+        return cls(
+            rows,
+            _shown(counts[0], counts[1], STRIP_BYTES),
+            _shown(differing, 2 * differing, STRIP_BYTES // 2),
+        )
 
     def of(self, prefix: str, kind: str, *, differs: bool) -> Strip | None:
-        """Return the strip of one stage; a stage that differs shows every kind."""
+        """Return the strip of one stage, None where it has no row errors or is not shown."""
         found = self.rows.get(f"{prefix}/{kind}")
-        if found is None or not (differs or kind in self.kinds):
+        shown = self.differing if differs else self.matching
+        if found is None or kind not in shown.kinds:
             return None
-        return strip(torch.as_tensor(found), MOST_BINS if differs else self.bins)
+        return strip(torch.as_tensor(found), shown.bins)
+
+
+def _shown(local: int, both: int, budget: int) -> Shown:
+    """Return how so many strips are shown: local errors alone beyond a number."""
+    if both > MOST_STRIPS:
+        return Shown(KINDS[:1], bins_for(local, budget))
+    return Shown(KINDS, bins_for(both, budget))
 
 
 def bins_for(strips: int, budget: int) -> int:

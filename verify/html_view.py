@@ -23,6 +23,8 @@ from needlepoint.verify.summary import exact_number, number, token
 
 WORST_MATCHING: Final = 1
 WORST_DIFFERING: Final = 16
+WORST_ROWS: Final = 1000
+"""Worst tokens of all stages that differ together; each has at least one."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,14 @@ class CandidateView:
     swaps: tuple[SwapsView, ...]
 
 
+@dataclass(frozen=True)
+class Details:
+    """What a stage may show: its strips, and how many worst tokens where it differs."""
+
+    strips: Strips
+    worst: int
+
+
 def candidate_views(result: Result, rows: Mapping[str, ArrayLike]) -> list[CandidateView]:
     """Return every candidate of a result.
 
@@ -119,9 +129,18 @@ def candidate_views(result: Result, rows: Mapping[str, ArrayLike]) -> list[Candi
         Its row errors by ``candidate/layerN/path/stage/local|accumulated``; without them there are
         no strips.
     """
-    strips = Strips.of_report(rows)
+    differing = sum(
+        stage.verdict == DIFFER
+        for candidate in result.candidates
+        for layer in candidate.layers
+        for stage in layer.stages
+    )
+    details = Details(
+        Strips.of_report(rows, differing),
+        max(1, min(WORST_DIFFERING, WORST_ROWS // max(1, differing))),
+    )
     return [
-        _candidate(f"c{index}", candidate, strips)
+        _candidate(f"c{index}", candidate, details)
         for index, candidate in enumerate(result.candidates)
     ]
 
@@ -141,7 +160,7 @@ def shade(stage: StageResult) -> str:
     return f"e{min(4, max(1, 5 + math.ceil(math.log10(min(worst, 1.0)) - 1)))}"
 
 
-def _candidate(anchor: str, candidate: CandidateResult, strips: Strips) -> CandidateView:
+def _candidate(anchor: str, candidate: CandidateResult, details: Details) -> CandidateView:
     keys = sorted(
         {(s.path, s.stage) for layer in candidate.layers for s in layer.stages}, key=stage_order
     )
@@ -157,7 +176,7 @@ def _candidate(anchor: str, candidate: CandidateResult, strips: Strips) -> Candi
         ("source sha256", kernel.source_sha256 or "-"),
     )
     layers = [
-        _layer(f"{anchor}-l{layer.layer}", candidate.name, layer, keys, strips)
+        _layer(f"{anchor}-l{layer.layer}", candidate.name, layer, keys, details)
         for layer in candidate.layers
     ]
     return CandidateView(
@@ -176,11 +195,11 @@ def _layer(
     candidate: str,
     layer: LayerResult,
     keys: Sequence[tuple[str, str]],
-    strips: Strips,
+    details: Details,
 ) -> LayerView:
     stages = {(s.path, s.stage): s for s in layer.stages}
     views = {
-        key: _stage(f"{anchor}-{key[0]}-{key[1]}", candidate, layer, stage, strips)
+        key: _stage(f"{anchor}-{key[0]}-{key[1]}", candidate, layer, stage, details)
         for key, stage in stages.items()
     }
     cells = [_cell(views[key], stages[key]) if key in stages else None for key in keys]
@@ -211,11 +230,11 @@ def _stage(
     candidate: str,
     layer: LayerResult,
     stage: StageResult,
-    strips: Strips,
+    details: Details,
 ) -> StageView:
     prefix = f"{candidate}/layer{layer.layer}/{stage.path}/{stage.stage}"
     differs = stage.verdict == DIFFER
-    shown = WORST_DIFFERING if differs else WORST_MATCHING
+    shown = details.worst if differs else WORST_MATCHING
     stats = stage.local or stage.accumulated
     steps = "-"
     if stats is not None and stats.distance_max is not None:
@@ -248,8 +267,8 @@ def _stage(
         limit=limit,
         detail=stage.detail or "",
         ratio=layer.ratio if is_key_side((stage.path, stage.stage)) else 1,
-        local_strip=strips.of(prefix, "local", differs=differs),
-        accumulated_strip=strips.of(prefix, "accumulated", differs=differs),
+        local_strip=details.strips.of(prefix, "local", differs=differs),
+        accumulated_strip=details.strips.of(prefix, "accumulated", differs=differs),
         worst=tuple(worst),
     )
 

@@ -62,6 +62,8 @@ class Inputs:
         Where answers stand, for recall; empty where the input marks none.
     constant
         Whether the input is meant to be the same in every row, so that stages may be.
+    checkpoint
+        Folder that the weights are read from, as the user named it; None where they are drawn.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Inputs:
     weights_of: Callable[[int], LayerWeights]
     needles: tuple[RequestNeedle, ...] = ()
     constant: bool = False
+    checkpoint: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -157,7 +160,8 @@ def load_inputs(
         drawn = _recorded(source, model, layers, tokens, seed)
     if checkpoint is None:
         return drawn
-    return replace(drawn, weights_of=Checkpoint(checkpoint, drawn.config, drawn.layers).weights)
+    weights = Checkpoint(checkpoint, drawn.config, drawn.layers).weights
+    return replace(drawn, weights_of=weights, checkpoint=str(checkpoint))
 
 
 def mini_directory() -> Path:

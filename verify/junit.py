@@ -18,7 +18,7 @@ from needlepoint.verify.result import (
     Result,
     StageResult,
 )
-from needlepoint.verify.summary import exact_number, headline, short, token
+from needlepoint.verify.summary import details, exact_number, headline, short, token
 
 Outcome = Error | Failure | Skipped
 
@@ -87,11 +87,13 @@ def _gate_case(gate: GateResult) -> TestCase:
 
 
 def _run_case(result: Result) -> TestCase:
-    """Return the case that stands for the verdict as a whole."""
+    """Return the case of the verdict as a whole; its output is what every surface says under it."""
     case = _case("verdict", "needlepoint")
     if result.verdict != MATCH:
         kind = Failure if result.verdict == DIFFER else Error
         case.result = [_outcome(kind, headline(result))]
+    if lines := details(result):  # last: schemas of JUnit want output after the outcome
+        case.system_out = _clean("\n".join(lines))
     return case
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from needlepoint.verify.result import CandidateResult, Result
@@ -50,10 +51,14 @@ def _candidate(candidate: CandidateResult, contract: str) -> str:
     passed = sum(stage.verdict == "match" for stage in judged)
     closest = max(
         (
-            (stage.local.error.max, f"{stage.path}.{stage.stage}, layer {layer.layer}")
+            (
+                math.inf if stage.local.rows_not_finite else stage.local.error.max or 0.0,
+                f"{stage.path}.{stage.stage}, layer {layer.layer}",
+            )
             for layer in candidate.layers
             for stage in layer.stages
-            if stage.local is not None and stage.local.error.max is not None
+            if stage.local is not None
+            and (stage.local.error.max is not None or stage.local.rows_not_finite)
         ),
         default=(None, ""),
     )

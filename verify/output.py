@@ -85,9 +85,12 @@ def load_result(path: Path) -> Result:
             ) from error
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "document"
+        # Fields are added without another name of the schema.
+        newer = first["type"] == "extra_forbidden"
         raise ValueError(
             f"result {path}: {place}: {first['msg']} ({error.error_count()} faults in all); "
             f"expected schema {SCHEMA}"
+            + ("; read it with the version that wrote it" if newer else "")
         ) from error
 
 

@@ -38,11 +38,13 @@ class Judge:
     def __init__(
         self,
         nodeid: str,
+        here: str,
         marked: Mapping[str, Any],
         wishes: Wishes,
         keep: Callable[[str, str], None],
     ) -> None:
         self._nodeid = nodeid
+        self._here = here  # the same as seen from the folder pytest was started in
         self._marked = marked
         self._wishes = wishes
         self._keep = keep
@@ -116,7 +118,7 @@ class Judge:
         return "\n".join([*lines, self._again()])
 
     def _again(self) -> str:
-        return f"  run again: pytest {shlex.quote(self._nodeid)}"
+        return f"  run again: pytest {shlex.quote(self._here)}"
 
 
 def _made(candidate: object) -> Candidate:

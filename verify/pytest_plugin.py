@@ -7,6 +7,7 @@ what judges (:mod:`needlepoint.verify.pytest_judge`) is imported by the first te
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -123,7 +124,15 @@ def needlepoint_judge(request: pytest.FixtureRequest) -> Judge:
         device=config.getoption("--needlepoint-device"),
         worker=_worker_number(config),
     )
-    return Judge(request.node.nodeid, marked, wishes, _recorder(request))
+    nodeid = request.node.nodeid
+    return Judge(nodeid, _seen_from_here(config, nodeid), marked, wishes, _recorder(request))
+
+
+def _seen_from_here(config: pytest.Config, nodeid: str) -> str:
+    """Return a test id as the command line takes it where pytest was started."""
+    file, colons, test = nodeid.partition("::")
+    path = os.path.relpath(config.rootpath / file, config.invocation_params.dir)
+    return f"{Path(path).as_posix()}{colons}{test}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -135,7 +144,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if isinstance(report, pytest.TestReport)
     ]
     verdicts = [
-        (report.nodeid, json.loads(str(value)))
+        (_seen_from_here(terminalreporter.config, report.nodeid), json.loads(str(value)))
         for report in reports
         if report.when == "call"
         for name, value in report.user_properties

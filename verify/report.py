@@ -24,7 +24,15 @@ from needlepoint.verify.report_tables import (
     topk_table,
     worst_table,
 )
-from needlepoint.verify.result import DIFFER, CandidateResult, LayerResult, Result, Verdict
+from needlepoint.verify.result import (
+    CANNOT_JUDGE,
+    DIFFER,
+    MATCH,
+    CandidateResult,
+    LayerResult,
+    Result,
+    Verdict,
+)
 from needlepoint.verify.summary import details, headline, layers_with, number, some
 
 STYLES: dict[Verdict, str] = {
@@ -33,7 +41,11 @@ STYLES: dict[Verdict, str] = {
     "cannot-judge": "bold yellow",
 }
 FULL_LAYERS = 4
-"""More matching layers than this are folded into one line, so that a deep model stays readable."""
+"""More matching layers than this are folded into one line, and so are those beyond this number that
+are no match, so that a deep model stays readable."""
+WORST_STAGES = 6
+"""Stages that differ and have their worst tokens listed; the rest is counted."""
+_WHERE_ALL_IS = "see --json or --html"
 
 
 def print_report(
@@ -123,15 +135,25 @@ def _candidate(candidate: CandidateResult) -> RenderableType:
             f"source {kernel.source_sha256[:12] or '-'}"
         ),
     ]
-    shown, folded = _fold(candidate.layers)
+    shown, folded, others = _fold(candidate.layers)
     if shown:
         title = "worst row of each stage, errors in units of the limit"
         parts += [_indent(title), _indent(stage_table(shown))]
     if folded:
         parts.append(_indent(_folded_line(candidate, folded)))
-    failing = [layer for layer in shown if _differs(layer)]
+    if others:
+        parts.append(_indent(_others_line(candidate, others)))
+    failing = [
+        (layer.layer, stage)
+        for layer in candidate.layers
+        for stage in layer.stages
+        if stage.verdict == DIFFER
+    ]
     if failing:
-        parts += [_indent("worst tokens of stages that differ"), _indent(worst_table(failing))]
+        table = worst_table(failing[:WORST_STAGES])
+        parts += [_indent("worst tokens of stages that differ"), _indent(table)]
+    if len(failing) > WORST_STAGES:
+        parts.append(_indent(f"... and {len(failing) - WORST_STAGES} more stages; {_WHERE_ALL_IS}"))
     if any(layer.topk is not None for layer in shown):
         title = "selection: overlap and score lost (score RMS) against the contract"
         parts += [_indent(title), _indent(topk_table(shown))]
@@ -143,15 +165,34 @@ def _differs(layer: LayerResult) -> bool:
 
 
 def _clean(layer: LayerResult) -> bool:
-    return all(stage.verdict in (None, "match") for stage in layer.stages)
+    return all(stage.verdict in (None, MATCH) for stage in layer.stages)
 
 
-def _fold(layers: tuple[LayerResult, ...]) -> tuple[list[LayerResult], list[LayerResult]]:
-    """Return layers to print in full and matching layers to fold into one line."""
+def _fold(
+    layers: tuple[LayerResult, ...],
+) -> tuple[list[LayerResult], list[LayerResult], list[LayerResult]]:
+    """Return layers to print in full, and matching layers and others to fold into a line each."""
     clean = [layer for layer in layers if _clean(layer)]
-    if len(clean) <= FULL_LAYERS:
-        return list(layers), []
-    return [layer for layer in layers if not _clean(layer)], clean
+    # Those that differ come before those that could not be judged: the headline names the first.
+    rest = sorted((layer for layer in layers if not _clean(layer)), key=lambda x: not _differs(x))
+    folded, others = clean[: len(clean) if len(clean) > FULL_LAYERS else 0], rest[FULL_LAYERS:]
+    gone = {layer.layer for layer in (*folded, *others)}
+    return [layer for layer in layers if layer.layer not in gone], folded, others
+
+
+def _others_line(candidate: CandidateResult, others: list[LayerResult]) -> str:
+    """Return the one line of folded layers that are no match: which, and in which stages."""
+    names = layers_with(candidate.layers, {layer.layer for layer in others})
+    told = []
+    for verdict in (DIFFER, CANNOT_JUDGE):
+        stages = dict.fromkeys(
+            f"{stage.path}.{stage.stage}"
+            for layer in others
+            for stage in layer.stages
+            if stage.verdict == verdict
+        )
+        told += [f"{verdict} in {some(list(stages))}"] if stages else []
+    return f"layers {names}: {', '.join(told)}; {_WHERE_ALL_IS}"
 
 
 def _folded_line(candidate: CandidateResult, folded: list[LayerResult]) -> str:

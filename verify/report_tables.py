@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from needlepoint.verify.result import (
-    DIFFER,
     ContractCost,
     ErrorStats,
     GateResult,
@@ -48,23 +47,20 @@ def stage_table(layers: Sequence[LayerResult]) -> Table:
     return table
 
 
-def worst_table(layers: Sequence[LayerResult]) -> Table:
-    """Return the worst tokens of the stages that differ, with the values there."""
+def worst_table(stages: Sequence[tuple[int, StageResult]]) -> Table:
+    """Return the worst tokens of stages, each with its layer, and the values there."""
     table = plain_table("layer", "stage", "token", "dim>", "error>", "expected>", "found>")
-    for layer in layers:
-        for stage in layer.stages:
-            if stage.verdict != DIFFER:
-                continue
-            for row in stage.worst[:WORST_SHOWN]:
-                table.add_row(
-                    str(layer.layer),
-                    f"{stage.path}.{stage.stage}",
-                    _token(row),
-                    "" if row.dim is None else str(row.dim),
-                    "inf" if row.error is None else number(row.error),
-                    exact_number(row.expected),
-                    _found(row),
-                )
+    for layer, stage in stages:
+        for row in stage.worst[:WORST_SHOWN]:
+            table.add_row(
+                str(layer),
+                f"{stage.path}.{stage.stage}",
+                _token(row),
+                "" if row.dim is None else str(row.dim),
+                "inf" if row.error is None else number(row.error),
+                exact_number(row.expected),
+                _found(row),
+            )
     return table
 
 

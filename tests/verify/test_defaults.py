@@ -105,6 +105,13 @@ def test_broken_files_are_named(content: bytes, tmp_path: Path) -> None:
         load_defaults(tmp_path)
 
 
+def test_what_is_no_table_is_told_with_its_value(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[tool]\nneedlepoint = 3\n")
+
+    with pytest.raises(ValueError, match=r"\[tool\.needlepoint\] is 3; expected a table"):
+        load_defaults(tmp_path)
+
+
 def test_example_of_every_key_is_accepted(tmp_path: Path) -> None:
     text = (
         "[tool.needlepoint]\n"

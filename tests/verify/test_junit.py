@@ -7,7 +7,7 @@ from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
 
 from needlepoint.verify.gates import apply_gates, parse_gate
 from needlepoint.verify.junit import junit_xml
-from needlepoint.verify.result import Result
+from needlepoint.verify.result import Result, with_notes
 
 
 def _cases(result: Result) -> Iterator[tuple[str, str, type | None, str]]:
@@ -89,6 +89,34 @@ def test_gates_are_cases(gate: str, kind: type | None, matching: Result) -> None
     for candidate in matching.candidates:
         assert outcomes[f"{candidate.name}.gates", gate] is kind
     assert outcomes["needlepoint", "verdict"] is kind
+
+
+def test_notes_and_the_values_of_the_divergence_are_output_of_the_verdict(
+    matching: Result, differing: Result
+) -> None:
+    def output(result: Result) -> list[str] | None:
+        case = next(
+            case
+            for suite in JUnitXml.fromstring(junit_xml(result))
+            for case in suite
+            if case.classname == "needlepoint"
+        )
+        return None if case.system_out is None else str(case.system_out).splitlines()
+
+    assert output(matching) is None
+    assert output(with_notes(matching, "shrink: nothing to <shrink>", "b\x00c")) == [
+        "note: shrink: nothing to <shrink>",
+        "note: b?c",
+    ]
+    assert output(with_notes(differing, "one more")) == [
+        "candidate emulated:fused-fp8: code",
+        "expected 0.12345679, found 0.12345678 at dim 17",
+        "limit 1 of the a-priori bound",
+        "note: one more",
+    ]
+    assert junit_xml(differing).index(b'<failure message="differ: ') < junit_xml(differing).index(
+        b"<system-out>"
+    )
 
 
 def test_totals_agree_with_the_cases(differing: Result) -> None:

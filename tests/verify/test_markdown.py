@@ -28,6 +28,23 @@ def test_what_differs_is_listed_with_its_worst_token(differing: Result) -> None:
     )
 
 
+def test_an_error_without_a_number_is_nearest_to_its_limit(differing: Result) -> None:
+    first, second = differing.candidates
+    layer = second.layers[0]
+    stages = []
+    for stage in layer.stages:
+        if stage.verdict == "differ" and stage.local is not None:
+            error = stage.local.error.model_copy(update={"max": None})
+            local = stage.local.model_copy(update={"error": error, "rows_not_finite": 1})
+            stage = stage.model_copy(update={"local": local})
+        stages.append(stage)
+    layers = (layer.model_copy(update={"stages": tuple(stages)}), *second.layers[1:])
+    changed = second.model_copy(update={"layers": layers})
+    text = lines(differing.model_copy(update={"candidates": (first, changed)}))
+    (row,) = [line for line in text if line.startswith("| emulated:fused-fp8 | **differ**")]
+    assert "| inf index.stored, layer 2 |" in row
+
+
 def test_every_candidate_has_a_line_and_tables_are_even(differing: Result) -> None:
     text = lines(differing)
     for candidate in differing.candidates:

@@ -77,3 +77,10 @@ def _missing(old: object, new: object, where: str = "") -> list[str]:
         pairs = enumerate(zip(old, new, strict=True))
         return [gone for i, (a, b) in pairs for gone in _missing(a, b, f"{where}[{i}]")]
     return [] if old == new else [where]
+
+
+def test_a_field_of_a_newer_version_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "newer.json"
+    path.write_text(json.dumps({**json.loads(OLDER[0].read_text()), "later": 1}))
+    with pytest.raises(ValueError, match=r"later: Extra .*; read it with the version that wrote"):
+        load_result(path)

@@ -94,6 +94,22 @@ def test_a_broken_kernel_fails_with_stage_token_and_replay(suite: pytest.Pyteste
     )
 
 
+def test_the_command_to_run_again_is_that_of_the_folder_of_the_run(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_kernel(suite)
+    folder = suite.mkdir("kernels")
+    (folder / "test_it.py").write_text(KERNEL)
+    monkeypatch.chdir(folder)
+    found = suite.runpytest_inprocess("test_it.py")
+    found.stdout.fnmatch_lines(
+        [
+            "  run again: pytest test_it.py::test_my_kernel",
+            "test_it.py::test_my_kernel: differ: layer 0 index.pooled, *",
+        ]
+    )
+
+
 def test_the_replay_command_gives_the_same_verdict(suite: pytest.Pytester) -> None:
     break_kernel(suite)
     suite.makepyfile(test_it=KERNEL)
@@ -336,7 +352,7 @@ def test_a_worker_takes_the_card_of_its_number(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("torch.cuda.set_device", taken.append)
     for worker in range(5):
         wishes = Wishes(None, None, (), "auto", worker)
-        judge = Judge("t", {}, wishes, lambda name, value: None)
+        judge = Judge("t", "t", {}, wishes, lambda name, value: None)
         judge("emulated:fused-fp8", tokens=8, layers=0, stages="stored")
     assert taken == [0, 1, 0, 1, 0]
 

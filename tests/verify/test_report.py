@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from needlepoint.verify.report import FULL_LAYERS, print_report
+from needlepoint.verify.report import FULL_LAYERS, WORST_STAGES, print_report
 from needlepoint.verify.result import (
     ErrorStats,
     GateResult,
@@ -229,7 +229,40 @@ def test_few_matching_layers_are_printed_in_full(matching: Result) -> None:
     assert sum("index.pooled" in line for line in lines) == FULL_LAYERS
 
 
-def test_a_layer_that_differs_is_never_folded(differing: Result) -> None:
+def test_layers_that_differ_beyond_the_first_are_counted(differing: Result) -> None:
+    broken = differing.candidates[1]
+    layers = tuple(broken.layers[0].model_copy(update={"layer": n}) for n in range(43))
+    candidate = broken.model_copy(update={"layers": layers})
+    result = differing.model_copy(update={"candidates": (candidate,)})
+    lines = _lines(result)
+
+    assert sum(line.startswith("index.stored") for line in lines) == FULL_LAYERS
+    assert "layers 4-42: differ in index.stored; see --json or --html" in lines
+    worst = [line for line in lines if re.match(r"\d+ index\.stored r0 p511", line)]
+    assert [int(line.split()[0]) for line in worst] == list(range(WORST_STAGES))
+    assert f"... and {43 - WORST_STAGES} more stages; see --json or --html" in lines
+    assert len(lines) < 120
+
+
+def test_layers_that_differ_come_before_those_that_could_not_be_judged(differing: Result) -> None:
+    broken = differing.candidates[1]
+    first = broken.layers[0]
+    unjudged = tuple(
+        stage.model_copy(update={"verdict": "cannot-judge"}) if stage.verdict else stage
+        for stage in first.stages
+    )
+    layers = [first.model_copy(update={"layer": n, "stages": unjudged}) for n in range(8)]
+    layers.append(first.model_copy(update={"layer": 8}))
+    candidate = broken.model_copy(update={"layers": tuple(layers)})
+    lines = _lines(differing.model_copy(update={"candidates": (candidate,)}))
+
+    assert [line for line in lines if re.match(r"layer \d+ \(1/4\)", line)] == [
+        f"layer {n} (1/4)" for n in (0, 1, 2, 8)
+    ]
+    assert any(line.startswith("layers 3-7: cannot-judge in index.pooled, ") for line in lines)
+
+
+def test_a_layer_that_differs_is_not_folded_with_those_that_match(differing: Result) -> None:
     broken = differing.candidates[1]
     deep = _deep(differing, range(10, 40)).candidates[0]
     candidate = broken.model_copy(update={"layers": (*broken.layers, *deep.layers)})

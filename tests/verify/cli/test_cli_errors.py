@@ -76,6 +76,19 @@ def test_bad_usage_is_one_message_and_exit_2(
             ["recall", "--server", "http://127.0.0.1:9/v1", "--candidate", "emulated:fused-fp8"],
             "--candidate: does not go with --server",
         ),
+        (
+            ["recall", "--server", "http://127.0.0.1:9/v1", "--checkpoint", "d"],
+            "--checkpoint: does not go with --server",
+        ),
+        (
+            ["recall", "--server", "http://127.0.0.1:9/v1", "--needles", "2"],
+            "--needles: does not go with --server",
+        ),
+        (["recall", "--checkpoint", "d"], "--checkpoint: belongs to --input"),
+        (["recall", "--model", "v4-flash"], "--model: belongs to --input"),
+        (["recall", "--pause-ms", "5"], "--pause-ms: belongs to --server"),
+        (["recall", "--picks", "21x512"], "--picks: belongs to --server"),
+        (["recall", "--input", "mini", "--lengths", "2560"], "--lengths: does not go with --input"),
     ],
 )
 def test_options_of_recall_that_do_not_go_together(

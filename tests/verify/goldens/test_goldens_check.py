@@ -62,6 +62,12 @@ def delete(root: Path) -> None:
     (root / "fixtures/states/golden.safetensors").unlink()
 
 
+def link(root: Path) -> None:
+    path = root / "fixtures/states/golden.safetensors"
+    path.rename(root.parent / "elsewhere.safetensors")
+    path.symlink_to(root.parent / "elsewhere.safetensors")
+
+
 def truncate(root: Path) -> None:
     path = root / "fixtures/tiny-one/golden.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
@@ -110,6 +116,7 @@ PLANTED: dict[Callable[[Path], None], str] = {
     flip_a_bit: r"tiny-one: golden.safetensors: tensor layer0\.\S+ has other bytes than those",
     rename: "states: other.safetensors is not in goldens.json; was it renamed",
     delete: "states: golden.safetensors is missing",
+    link: "states: golden.safetensors is a link; expected the file itself",
     truncate: "tiny-one: .* truncated",
     add_folder: "new/x.safetensors: no fixture of goldens.json holds this file",
     add_tensor: "states: golden.safetensors: tensor x is not pinned",

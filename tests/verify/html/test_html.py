@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from needlepoint.verify.cli_run import Outputs
@@ -15,8 +16,9 @@ from needlepoint.verify.gates import apply_gates, parse_gate
 from needlepoint.verify.html import html_report
 from needlepoint.verify.html_recall import recall_view
 from needlepoint.verify.html_view import candidate_views
-from needlepoint.verify.recall_svg import recall_pictures
+from needlepoint.verify.recall_svg import curve, recall_pictures
 from needlepoint.verify.result import Result
+from needlepoint.verify.result_recall import RecallMargin
 
 Deep = tuple[Result, dict[str, Tensor]]
 MOST_BYTES = 1_500_000
@@ -129,6 +131,36 @@ def test_many_candidates_keep_the_strips_of_what_differs(deep: Callable[[int, in
                     assert stage.accumulated_strip is not None
 
 
+def test_a_deep_report_in_which_everything_differs_is_small(
+    deep: Callable[[int, int], Deep],
+) -> None:
+    result, rows = deep(43, 1)
+    (candidate,) = result.candidates
+    layers = tuple(
+        layer.model_copy(
+            update={
+                "stages": tuple(
+                    stage.model_copy(update={"verdict": stage.verdict and "differ"})
+                    for stage in layer.stages
+                )
+            }
+        )
+        for layer in candidate.layers
+    )
+    candidate = candidate.model_copy(update={"layers": layers})
+    result = result.model_copy(update={"candidates": (candidate,)})
+    rows = {name: errors * 100 for name, errors in rows.items()}
+
+    assert len(html_report(result, rows)) < MOST_BYTES
+    (view,) = candidate_views(result, rows)
+    differing = [stage for layer in view.layers for stage in layer.stages if stage.verdict]
+    assert len(differing) > 400
+    for stage in differing:
+        assert stage.local_strip is not None
+        assert stage.local_strip.beyond
+        assert 1 <= len(stage.worst) < 16
+
+
 def test_without_row_errors_the_report_says_so(differing: Result) -> None:
     found = page(differing)
     assert "svg" not in found.tags
@@ -177,6 +209,46 @@ def test_the_pictures_of_recall_are_those_of_the_svg_file(recalled: Result) -> N
     assert len(pictures) == 2  # one a k
     assert all(text.count(picture) == 1 for picture in pictures)
     assert page(recalled).tags["svg"] == 2
+
+
+def test_swaps_and_the_curve_by_score_margin_stand_in_one_page(recalled: Result) -> None:
+    candidate = recalled.candidates[0]
+    recall = candidate.recall
+    assert recall is not None
+    margins = tuple(
+        RecallMargin(margin=margin, rows=8, hits=hits, ci95=(hits / 10, (hits + 1) / 9))
+        for margin, hits in ((-1.0, 1), (0.0, 4), (1.0, 8))
+    )
+    candidate = candidate.model_copy(
+        update={"recall": recall.model_copy(update={"margins": margins})}
+    )
+    result = recalled.model_copy(update={"candidates": (candidate,)})
+    topk = "emulated:fused-bf16/layer2/index/topk/local"
+    text = html_report(result, {topk: torch.tensor([0.0, 0.2, 3.0, 0.0] * 2048)}).decode()
+
+    # Swaps of the selection: counts in words, a bar with a part a class as wide as its share.
+    assert ">1 tie 2 explained <" in text
+    widths = dict(re.findall(r'class="s-(\w+)" style="width:([\d.]+)%"', text))
+    assert widths == {"tie": "33.33", "explained": "66.67"}
+    # Gaps of swaps by query: a strip whose bars reach beyond the limit.
+    (strip,) = re.findall(r'aria-label="index.topk local, 8192 rows".*?</svg>', text)
+    assert len(re.findall(r'<path d="M', strip)) == 1  # every bin holds a gap beyond the limit
+    # Hit rate by margin: one point a margin, with its interval.
+    picture = curve(margins, "emulated:fused-bf16: hit rate by score margin")
+    assert picture in text
+    assert [
+        f"<title>{hits} of 8 at {at}</title>" in picture
+        for hits, at in ((1, "-1"), (4, "+0"), (8, "+1"))
+    ] == [True] * 3
+    assert picture.count("<line ") == 3
+
+
+def test_a_candidate_without_layers_has_no_empty_matrix(recalled: Result) -> None:
+    candidate = recalled.candidates[0].model_copy(update={"layers": ()})
+    found = page(recalled.model_copy(update={"candidates": (candidate,)}))
+    assert "needles hit" in found.text
+    for absent in ("Largest row error", "Colour by the larger error", "Layers", "not at hand"):
+        assert absent not in found.text
 
 
 def test_recall_is_shown_only_where_it_was_measured(matching: Result, recalled: Result) -> None:

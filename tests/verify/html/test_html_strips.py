@@ -17,6 +17,7 @@ from needlepoint.verify.html_strips import (
     LIMIT_Y,
     MOST_BINS,
     Strip,
+    Strips,
     bins_for,
     height,
     pooled,
@@ -83,3 +84,19 @@ def test_strips_share_a_budget() -> None:
     assert bins_for(1, 10**9) == MOST_BINS
     assert bins_for(10**9, 10**6) == LEAST_BINS
     assert 100 * bins_for(100, 64_000) * BYTES_A_BIN <= 64_000
+
+
+def test_what_differs_shows_everything_while_it_is_little() -> None:
+    stage = "one/layer0/index/stored"
+    rows = {f"{stage}/{kind}": torch.full((512,), 2.0) for kind in ("local", "accumulated")}
+    few, many = Strips.of_report(rows, 3), Strips.of_report(rows, 2000)
+    for kind in ("local", "accumulated"):
+        found = few.of(stage, kind, differs=True)
+        assert found is not None
+        assert found.bins == MOST_BINS
+    found = many.of(stage, "local", differs=True)
+    assert found is not None
+    assert (found.bins, found.rows) == (LEAST_BINS, 512)
+    assert many.of(stage, "accumulated", differs=True) is None
+    # One stage that matches among them keeps what a small report has.
+    assert many.of(stage, "accumulated", differs=False) is not None
