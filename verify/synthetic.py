@@ -239,6 +239,7 @@ KINDS: dict[str, SyntheticKind] = {
             "rows of signed powers of two; group amax exactly 2^k, 448 * 2^k and 6 * 2^k",
             _pow2,
             pow2_weights,
+            constant=True,  # a request of up to 128 tokens is one row throughout
         ),
         SyntheticKind(
             "integer",
