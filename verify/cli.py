@@ -40,6 +40,7 @@ from needlepoint.verify.cli_options import (
     Seed,
     Source,
     Tokens,
+    new_app,
 )
 from needlepoint.verify.cli_run import Outputs, reader_may_leave, watched
 from needlepoint.verify.environment import own_version
@@ -55,13 +56,7 @@ from needlepoint.verify.options import (
     parse_stages,
 )
 
-app = typer.Typer(
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Verify DeepSeek-V4 compressor and indexer kernels against a reference.",
-)
+app = new_app("Verify DeepSeek-V4 compressor and indexer kernels against a reference.")
 
 
 Stages = Annotated[

@@ -7,6 +7,18 @@ from typing import Annotated
 
 import typer
 
+
+def new_app(help_text: str | None = None) -> typer.Typer:
+    """Return a command line without commands, set up as all of ours are."""
+    return typer.Typer(
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        help=help_text,
+    )
+
+
 Source = Annotated[
     str, typer.Option("--input", metavar="mini|synthetic[:KIND]|PATH", help="What to run over.")
 ]

@@ -17,18 +17,14 @@ from needlepoint.verify.cli_options import (
     LimitsFile,
     MarkdownFile,
     Quiet,
+    new_app,
 )
 from needlepoint.verify.cli_run import Outputs, watched
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.output import load_result, load_rows
 from needlepoint.verify.rejudge import rejudge as judge_again
 
-app = typer.Typer(
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = new_app()
 
 
 @app.callback()
