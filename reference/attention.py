@@ -11,12 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlepoint.reference.parallel import for_each_block
+from needlepoint.reference.parallel import for_each_block, sized
 from needlepoint.reference.profile import Precision
 from needlepoint.reference.rounding import round_computed
 
 _SPAN = 64  # queries that one thread takes at a time
 _QUERIES = 16  # queries whose rows are gathered together: they should stay near the cache
+_CARD_QUERIES = 512  # both on a card, where the budget is the bound
 
 
 def all_visible(visible: Tensor, entries: int) -> Tensor:
@@ -85,13 +86,14 @@ def sparse_attention(
     k = picks.shape[1]
     bytes_a_query = (k * width + 4 * heads * (k + window_size)) * rows.element_size()
     share = budget_bytes // torch.get_num_threads()
-    step = max(1, min(_QUERIES, share // bytes_a_query))
+    step = max(1, min(sized(_QUERIES, _CARD_QUERIES), share // bytes_a_query))
+    span = sized(_SPAN, _CARD_QUERIES)
     out = torch.empty(q.shape, dtype=compute)
 
     def block(index: int) -> None:
         gathered = torch.empty(step * k, width, dtype=compute)  # reused: fresh pages cost more
-        end = min((index + 1) * _SPAN, count)
-        for a in range(index * _SPAN, end, step):
+        end = min((index + 1) * span, count)
+        for a in range(index * span, end, step):
             b = min(a + step, end)
             first, stop = max(0, before + a - window_size + 1), before + b
             own = torch.arange(before + a, stop).unsqueeze(1)
@@ -110,7 +112,7 @@ def sparse_attention(
                 precision,
             )
 
-    for_each_block(block, -(-count // _SPAN))
+    for_each_block(block, -(-count // span))
     return out
 
 

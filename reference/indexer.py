@@ -13,13 +13,14 @@ from torch import Tensor
 from needlepoint.reference.formats import round_to_bf16
 from needlepoint.reference.hadamard import SCALE_EXACT, SCALE_FP32, hadamard
 from needlepoint.reference.names import RopeLayout
-from needlepoint.reference.parallel import for_each_block, map_rows
+from needlepoint.reference.parallel import for_each_block, map_rows, sized
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.reference.rope import apply_rope
 from needlepoint.reference.rounding import round_to
 
 _TILE_ROWS = 1024  # (query, head) pairs of one product
 _TILE_KEYS = 512  # with 1024 rows: 2 MB of fp32 or 4 MB of float64, about a core's share of cache
+_CARD_ROWS, _CARD_KEYS = 8192, 4096  # the same on a card: 256 MB of float64
 _BYTES_A_SCORE = 32  # scores, their selection copies and masks
 
 
@@ -142,7 +143,8 @@ def index_scores(
     """
     _check(query, weights, keys, visible, compute)
     count, heads, width = query.shape
-    step = max(1, _TILE_ROWS // heads)
+    step = max(1, sized(_TILE_ROWS, _CARD_ROWS) // heads)
+    tile_keys = sized(_TILE_KEYS, _CARD_KEYS)
     out = torch.full((count, len(keys)), -torch.inf, dtype=compute)
     columns = keys.to(compute).t()
 
@@ -151,15 +153,15 @@ def index_scores(
         seen = visible[span]
         rows = query[span].to(compute).reshape(-1, width)
         factors = weights[span].to(compute)
-        tile = torch.empty(len(rows) * _TILE_KEYS, dtype=compute)
-        for start in range(0, int(seen.max()), _TILE_KEYS):
-            part = columns[:, start : start + _TILE_KEYS]
+        tile = torch.empty(len(rows) * tile_keys, dtype=compute)
+        for start in range(0, int(seen.max()), tile_keys):
+            part = columns[:, start : start + tile_keys]
             dots = tile[: len(rows) * part.shape[1]].view(len(rows), -1)
             torch.mm(rows, part, out=dots)
             scores = _head_sum(dots.view(-1, heads, part.shape[1]), factors, arithmetic)
             entries = torch.arange(start, start + part.shape[1])
             scores.masked_fill_(entries >= seen.unsqueeze(1), -torch.inf)
-            out[span, start : start + _TILE_KEYS] = scores
+            out[span, start : start + tile_keys] = scores
 
     for_each_block(block, -(-count // step))
     return out

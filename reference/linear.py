@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlepoint.reference.parallel import for_each_block
+from needlepoint.reference.parallel import for_each_block, sized
 from needlepoint.reference.profile import Precision
 from needlepoint.reference.rounding import round_to
 
@@ -20,6 +20,7 @@ BLOCK = 64
 """Rows of a block. Smaller wastes less on a one-token call, larger is faster on a prompt."""
 
 _COLUMNS = 1024  # output columns of one product: bounds the float64 copy of the weight
+_CARD_COLUMNS = 1 << 15  # the same on a card
 
 
 def project(x: Tensor, weight: Tensor, precision: Precision, *, first_position: int = 0) -> Tensor:
@@ -56,8 +57,9 @@ def project(x: Tensor, weight: Tensor, precision: Precision, *, first_position: 
     padded = torch.zeros(blocks * BLOCK, x.shape[1], dtype=torch.float64)
     padded[offset : offset + len(x)] = x
     out = torch.empty(blocks * BLOCK, len(weight), dtype=torch.float64)
-    for start in range(0, len(weight), _COLUMNS):
-        columns = slice(start, start + _COLUMNS)
+    step = sized(_COLUMNS, _CARD_COLUMNS)
+    for start in range(0, len(weight), step):
+        columns = slice(start, start + step)
         factor = torch.empty(weight[columns].shape, dtype=torch.float64)  # aligned, contiguous
         factor.copy_(weight[columns])
 

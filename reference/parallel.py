@@ -23,7 +23,7 @@ def for_each_block(work: Callable[[int], None], blocks: int) -> None:
     write to disjoint places. The first exception of a block is raised.
     """
     threads = torch.get_num_threads()
-    if threads == 1:
+    if threads == 1 or _on_card():
         for block in range(blocks):
             work(block)
         return
@@ -36,6 +36,19 @@ def for_each_block(work: Callable[[int], None], blocks: int) -> None:
     finally:
         # The workers' setting is also the default of threads that start later; restore it.
         torch.set_num_threads(threads)
+
+
+def sized(core: int, card: int) -> int:
+    """Return the size of a block: what suits a core's cache, or a card's launches.
+
+    Sizes are those of memory alone; none of them may change a result.
+    """
+    return card if _on_card() else core
+
+
+def _on_card() -> bool:
+    """Whether tensors are made on a card: one stream does the work there, in launches."""
+    return torch.get_default_device().type != "cpu"
 
 
 def map_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -53,6 +66,8 @@ def map_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         ``[n, ...]`` each, ``n >= 1``.
     """
     count = len(tensors[0])
+    if _on_card():
+        return function(*tensors)
     step = max(1, _BLOCK_ELEMENTS * count // max(1, max(t.numel() for t in tensors)))
     first = function(*(t[:step] for t in tensors))
     out = torch.empty(count, *first.shape[1:], dtype=first.dtype)

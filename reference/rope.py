@@ -34,15 +34,15 @@ def rope_frequencies(config: ModelConfig, compressed: bool) -> Tensor:
         Whether the layer has an indexer or a compressor: any ratio but 0.
     """
     rope = config.rope(compressed)
-    pairs = torch.arange(rope.dim // 2)
+    pairs = torch.arange(rope.dim // 2, device="cpu")  # a card may divide and contract otherwise
     power = [rope.theta ** (2 * i / rope.dim) for i in range(rope.dim // 2)]
-    frequencies = 1.0 / torch.tensor(power, dtype=torch.float32)
-    if rope.original_length == 0:
-        return frequencies
-    low, high = rope.correction_range()
-    ramp = ((pairs.to(torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    keep = 1 - ramp
-    return frequencies / rope.factor * (1 - keep) + frequencies * keep
+    frequencies = 1.0 / torch.tensor(power, dtype=torch.float32, device="cpu")
+    if rope.original_length:
+        low, high = rope.correction_range()
+        ramp = ((pairs.to(torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
+        keep = 1 - ramp
+        frequencies = frequencies / rope.factor * (1 - keep) + frequencies * keep
+    return frequencies.to(torch.get_default_device())
 
 
 def rope_rows(frequencies: Tensor, positions: Tensor, precision: Precision) -> Tensor:

@@ -59,7 +59,8 @@ def find_sglang() -> Path:
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
-            f"sglang is not installed; `pip install --no-deps sglang=={VERSION}` is enough"
+            f"sglang is not installed; `pip install --no-deps sglang=={VERSION}` and `pip install "
+            "msgspec` are enough"
         )
     return Path(next(iter(spec.submodule_search_locations)))
 
@@ -75,7 +76,8 @@ def load_sglang(root: Path) -> SglangKernels:
     Raises
     ------
     ValueError
-        If the folder does not hold the kernels, or the real package is imported already.
+        If the folder does not hold the kernels, a package that they need is missing, or the real
+        package is imported already.
     """
     if not (root / "kernels" / "jit" / "csrc" / "deepseek_v4" / "c4_v2.cuh").is_file():
         raise ValueError(
@@ -98,11 +100,15 @@ def load_sglang(root: Path) -> SglangKernels:
         aiter_can_use_preshuffle_paged_mqa=lambda: False,
     )
     base = "sglang.kernels.ops.attention.dsv4"
-    return SglangKernels(
-        compress=importlib.import_module(f"{base}.compress"),
-        norm_rope=importlib.import_module(f"{base}.norm_rope"),
-        root=root,
-    )
+    try:
+        compress = importlib.import_module(f"{base}.compress")
+        norm_rope = importlib.import_module(f"{base}.norm_rope")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"SGLang's kernels need the package {error.name}, which is not installed; "
+            f"`pip install {error.name}`"
+        ) from error
+    return SglangKernels(compress=compress, norm_rope=norm_rope, root=root)
 
 
 def _stand_in(name: str, **names: Any) -> ModuleType:  # noqa: ANN401

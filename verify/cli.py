@@ -167,6 +167,7 @@ def verify(
         shrink=shrink,
         save_failures=save_failures,
         force=force,
+        device=device,
     )
     with watched(ctx.obj, quiet=quiet) as progress:
         output = commands.run_verify(request, progress)

@@ -47,7 +47,11 @@ Seed = Annotated[
     typer.Option(metavar="N", help="Seed of weights and synthetic input."),
 ]
 Device = Annotated[
-    str, typer.Option(metavar="cpu|cuda", help="Which built-in candidates run where none is named.")
+    str,
+    typer.Option(
+        metavar="cpu|cuda",
+        help="Where the reference runs, and the built-in candidates where none is named.",
+    ),
 ]
 LimitsFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="TOML: scale = X, or [stage] with value = Y.")

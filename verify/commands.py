@@ -51,6 +51,7 @@ class VerifyRequest:
     shrink: Path | None = None
     save_failures: Path | None = None
     force: bool = False
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def run_verify(request: VerifyRequest, progress: Progress) -> PipelineOutput:
             repeat=request.repeat,
             swap=request.swap,
             saved=saved,
+            device=request.device,
         )
     if saved is not None:
         output = replace(output, result=with_notes(output.result, *saved.notes()))

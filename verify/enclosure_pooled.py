@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from needlepoint.reference.compressor import Taps, pool, rounds_inside
+from needlepoint.reference.parallel import sized
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.verify.enclosure import Enclosure, rounding
 from needlepoint.verify.error_model import EXP, LOGIT, QUOTIENT, RESCALES, SPAN, TINY, U
 
-_BLOCK_ELEMENTS = 1 << 20
+_BLOCK_ELEMENTS, _CARD_ELEMENTS = 1 << 20, 1 << 26
 """Elements of one temporary: rows are processed in blocks so that memory stays bounded."""
 
 _SECOND_ORDER = 1.0 + 2.0**-6
@@ -77,7 +78,7 @@ def pooled(taps: Taps, ape: Tensor, arithmetic: Arithmetic | None = None) -> Enc
             f"embedding {tuple(ape.shape)}; expected [rows, slots, d] twice and [slots, d]"
         )
     magnitude = ape.to(torch.float64).abs()
-    step = max(1, _BLOCK_ELEMENTS // max(1, slots * width))
+    step = max(1, sized(_BLOCK_ELEMENTS, _CARD_ELEMENTS) // max(1, slots * width))
     if arithmetic is not None and rounds_inside(arithmetic) and rows:
         found = [
             _rounded(taps.kv[i : i + step], taps.logits[i : i + step], magnitude, arithmetic)

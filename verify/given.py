@@ -22,6 +22,7 @@ from needlepoint.reference.rope import rope_table
 from needlepoint.reference.stages import KeyProjections, Projected, QueryProjections
 from needlepoint.reference.weights import CompressorWeights, LayerWeights
 from needlepoint.verify.inputs import Inputs
+from needlepoint.verify.placement import CPU, on, placed
 
 _BLOCK_TOKENS = 1024
 """Tokens projected at once; a multiple of the projections' row block."""
@@ -83,18 +84,19 @@ def given_layer(inputs: Inputs, layer: int, reference: ReferenceLayer) -> GivenL
     layer
         Layer with an indexer or a compressor.
     reference
-        Reference of the layer, whose projections are rounded to fp32.
+        Reference of the layer, whose projections are rounded to fp32; they are made where its
+        weights lie, and returned on the CPU.
 
     Raises
     ------
     ValueError
         If the layer has neither.
     """
-    config, weights = inputs.config, inputs.weights(layer)
+    config, weights = inputs.config, placed(reference.weights, CPU)
     if weights.main is None and weights.index is None:
         raise ValueError(f"layer {layer} has ratio 0: there is no compressor to judge")
     rows = _projected_rows(inputs, layer, reference)
-    table = rope_table(reference.frequencies, max(inputs.requests), Precision.FP32)
+    table = rope_table(placed(reference.frequencies, CPU), max(inputs.requests), Precision.FP32)
     query = None
     if "query.q" in rows:
         query = QueryInputs(q=rows["query.q"], weights=rows["query.weights"])
@@ -150,7 +152,9 @@ def _projected_rows(inputs: Inputs, layer: int, reference: ReferenceLayer) -> di
     offset = 0
     for part in torch.split(inputs.hidden(layer), list(inputs.requests)):
         for start in range(0, len(part), _BLOCK_TOKENS):
-            found = reference.project_inputs(part[start : start + _BLOCK_TOKENS], start)
+            tokens = part[start : start + _BLOCK_TOKENS].to(reference.frequencies.device)
+            with on(tokens.device.type):
+                found = reference.project_inputs(tokens, start)
             for name, block in _named(found):
                 if name not in rows:
                     rows[name] = torch.empty(inputs.tokens, *block.shape[1:])

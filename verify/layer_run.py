@@ -7,7 +7,7 @@ the right answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ from needlepoint.verify.block_reference import BlockReference, LayerReferences
 from needlepoint.verify.candidate_run import blamed
 from needlepoint.verify.contracts import Contracts
 from needlepoint.verify.cost import CostTally, key_error
-from needlepoint.verify.given import given_layer
+from needlepoint.verify.given import GivenLayer, given_layer
 from needlepoint.verify.heap import give_back
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.key_side import StageErrors
@@ -39,6 +39,7 @@ from needlepoint.verify.observed_judge import (
     judge_keys,
     read_layer_rows,
 )
+from needlepoint.verify.placement import CARD_BUDGET_BYTES, CPU, on, placed
 from needlepoint.verify.profile_side import KeyReferences, ProfileSide
 from needlepoint.verify.profiles import profile_of
 from needlepoint.verify.progress import Progress
@@ -122,19 +123,30 @@ class LayerRun:
         Layer with ratio 4 or 128.
     limits
         Limits.
+    device
+        Where reference and comparisons run.
     budget_bytes
-        Bound on transient tensors of a block of queries.
+        Bound on transient tensors of a block of queries; the device's usual one where not given.
     """
 
     def __init__(
-        self, inputs: Inputs, layer: int, limits: Limits, budget_bytes: int = BUDGET_BYTES
+        self,
+        inputs: Inputs,
+        layer: int,
+        limits: Limits,
+        device: str = CPU,
+        budget_bytes: int | None = None,
     ) -> None:
         self._config = inputs.config
         self._layer = layer
         self._limits = limits
-        self._budget = budget_bytes
-        self._weights = inputs.weights(layer)
-        self._given = given_layer(inputs, layer, self._reference(BF16_CONTRACT))
+        self._device = device
+        usual = BUDGET_BYTES if device == CPU else CARD_BUDGET_BYTES
+        self._budget = usual if budget_bytes is None else budget_bytes
+        self._weights = placed(inputs.weights(layer), device)
+        with on(device):
+            reference = self._reference(BF16_CONTRACT)
+        self._given = given_layer(inputs, layer, reference)
         self.given = self._given.inputs
 
     def judge(
@@ -153,55 +165,84 @@ class LayerRun:
         CandidateFailed
             If pages, queries or scores cannot be read as what they are declared to be.
         """
-        query = self.given.query
+        with on(self._device), workers(self._device) as pool:
+            found = self._judge(candidates, progress, pool, swap)
+        return [placed(outcome, CPU) for outcome in found]
+
+    def _judge(
+        self,
+        candidates: Sequence[tuple[Candidate, Observed]],
+        progress: Progress,
+        pool: Workers,
+        swap: bool,
+    ) -> list[LayerOutcome]:
+        given = placed(self._given, self._device)
+        query = given.inputs.query
         width = self._config.n_heads * self._config.head_dim
         width = width if query is None else max(width, query.q[0].numel())
         blocks = list(query_blocks(self.given.lengths, self.given.ratio, width, self._budget))
         progress.start(f"layer {self._layer}: queries", len(blocks))
         contracts = self._contracts()
-        with workers() as pool:
-            profiles = self._profiles([profile_of(c.info) for c, _ in candidates], pool)
-            tallies = pool.map(lambda pair: self._start(*pair, profiles, swap), candidates)
-            references = LayerReferences(self._given, contracts, profiles)
-            self._judge_blocks(blocks, tallies, references, pool, progress)
-            keys = contracts.keys()
-            return pool.map(lambda tally: self._finish(tally, keys), tallies)
+        profiles = self._profiles(given, [profile_of(c.info) for c, _ in candidates], pool)
+        tallies = pool.map(lambda pair: self._start(given, *pair, profiles, swap), candidates)
+        references = LayerReferences(given, contracts, profiles)
+        self._judge_blocks(blocks, tallies, references, pool, progress)
+        keys = contracts.keys()
+        return pool.map(lambda tally: self._finish(tally, keys), tallies)
 
     def _profiles(
-        self, arithmetics: Sequence[Arithmetic], pool: Workers
+        self, given: GivenLayer, arithmetics: Sequence[Arithmetic], pool: Workers
     ) -> dict[Arithmetic, ProfileSide]:
-        references = KeyReferences(self.given)
+        references = KeyReferences(given.inputs)
         distinct = list(dict.fromkeys(arithmetics))
         keys = [references.of(arithmetic) for arithmetic in distinct]
-        rotated = None if self.given.query is None else RotatedQueries(self.given)
-        reads = AttentionReads(self._given)
+        rotated = None if given.inputs.query is None else RotatedQueries(given.inputs)
+        reads = AttentionReads(given)
 
         def side(index: int) -> ProfileSide:
             reference = self._reference(distinct[index])
-            return ProfileSide(self.given, reference, keys[index], rotated, reads)
+            return ProfileSide(given.inputs, reference, keys[index], rotated, reads)
 
         return dict(zip(distinct, pool.map(side, range(len(distinct))), strict=True))
 
     def _start(
         self,
+        layer: GivenLayer,
         candidate: Candidate,
         observed: Observed,
         profiles: Mapping[Arithmetic, ProfileSide],
         swap: bool,
     ) -> _Tally:
         name, profile = candidate.info.name, profiles[profile_of(candidate.info)]
+        given = layer.inputs
         with blamed(name, self._layer):
-            stored = read_layer_rows(self.given, observed)
+            with on(CPU):
+                rows = read_layer_rows(self.given, observed)
+            stored, observed = placed(rows, self._device), self._moved(observed)
             errors = judge_keys(observed, stored, profile.keys)
         judge = None
         if profile.query is not None and has_query_side(observed):
-            judge = QueryJudge(self.given, observed, profile.query, stored.get(INDEX), self._limits)
+            judge = QueryJudge(given, observed, profile.query, stored.get(INDEX), self._limits)
         main = replayable(stored[MAIN].values) if MAIN in stored else None
         changed = None if main is None else profile.changed_rows(main)
         tally = _Tally(name, profile, observed, stored, errors, judge, main, changed)
         if swap:
-            tally.swap = SwapTally(self.given, profile, observed, stored)
+            tally.swap = SwapTally(given, profile, observed, stored)
         return tally
+
+    def _moved(self, observed: Observed) -> Observed:
+        """Return what was observed where it is judged; pages are read on the CPU."""
+        moved = placed(replace(observed, stored={}), self._device)
+        reader = observed.scores
+        if reader is None:
+            return replace(moved, stored=observed.stored)
+
+        def scores(request: int, start: int, stop: int) -> Tensor:
+            with on(CPU):  # code of the candidate
+                found = reader(request, start, stop)
+            return found.to(self._device)
+
+        return replace(moved, stored=observed.stored, scores=scores)
 
     def _judge_blocks(
         self,

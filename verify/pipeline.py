@@ -20,6 +20,7 @@ from needlepoint.verify.layer_results import layer_result
 from needlepoint.verify.layer_run import LayerRun
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.memory_law import transient_law
+from needlepoint.verify.placement import CPU, require_device
 from needlepoint.verify.preflight import (
     require_asked,
     require_distinct,
@@ -73,6 +74,7 @@ def verify(
     repeat: int = 1,
     swap: bool = False,
     saved: SavedFailures | None = None,
+    device: str = CPU,
 ) -> PipelineOutput:
     """Run reference and candidates over an input and judge every stage of every layer.
 
@@ -96,22 +98,25 @@ def verify(
         Whether to replace one stage at a time by the reference, and the reverse.
     saved
         Given every layer in which a candidate differs.
+    device
+        Where reference and comparisons run: ``cpu`` or ``cuda``.
 
     Raises
     ------
     ValueError
-        If nothing can be judged: no candidate, one of unknown profile, one that raises or breaks
-        the protocol or returns memory that is not its own, constant stages that the input does not
-        declare, a k that no request has more entries than, or stages that a candidate does not
-        declare.
+        If nothing can be judged: no such device, no candidate, one of unknown profile, one that
+        raises or breaks the protocol or returns memory that is not its own, constant stages that
+        the input does not declare, a k that no request has more entries than, or stages that a
+        candidate does not declare.
     """
+    require_device(device)
     require_distinct(candidates)
     for candidate in candidates:
         require_known(candidate.info)
     require_asked(inputs, candidates, stages)
     require_selection(inputs, candidates, stages)
     require_per_token(inputs, candidates, swap=swap)
-    options = _Options(contract.name, limits, stages, swap, saved)
+    options = _Options(contract.name, limits, stages, swap, saved, device)
 
     def judge(layers: tuple[int, ...]) -> list[CandidateOutcome]:
         outcomes = [CandidateOutcome(c.info, transient_law(c)) for c in candidates]
@@ -129,7 +134,7 @@ def verify(
     together = any(getattr(candidate, "spreads_layers", False) for candidate in candidates)
     together |= repeat > 1  # hashes of repeated runs are not merged
     shared = share_out(inputs.layers, inputs.config.ratio, judge, together=together)
-    device = "cuda" if any(c.info.device == "cuda" for c in candidates) else "cpu"
+    on_card = "cuda" in {device, *(candidate.info.device for candidate in candidates)}
     source = InputInfo(
         name=inputs.name,
         sha256=inputs.sha256,
@@ -139,7 +144,12 @@ def verify(
         model=inputs.config.name,
         seed=inputs.seed,
     )
-    output = pipeline_output(shared.outcomes, contract.name, collect_environment(device), source)
+    output = pipeline_output(
+        shared.outcomes,
+        contract.name,
+        collect_environment("cuda" if on_card else CPU),
+        source,
+    )
     if shared.lost is None:
         return replace(output, reports=shared.reports)
     update = {"verdict": CANNOT_JUDGE, "detail": shared.lost}
@@ -155,6 +165,7 @@ class _Options:
     stages: frozenset[StageKey] | None
     swap: bool
     saved: SavedFailures | None
+    device: str
 
 
 def _run_layer(
@@ -167,7 +178,7 @@ def _run_layer(
 ) -> None:
     """Judge one layer; everything it held is free when it returns."""
     progress.start(f"layer {layer}: projections and candidates", 1 + len(candidates))
-    run = LayerRun(inputs, layer, options.limits)
+    run = LayerRun(inputs, layer, options.limits, options.device)
     before = fingerprint(run.given)
     observed = []
     for candidate, outcome in zip(candidates, outcomes, strict=True):

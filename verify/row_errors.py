@@ -8,9 +8,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from needlepoint.reference.parallel import sized
 from needlepoint.verify.tally import join_tallies, no_tally
 
 _BLOCK_ELEMENTS = 1 << 18
+_CARD_ELEMENTS = 1 << 24
 """Elements of one temporary: comparisons go by blocks of rows so that memory stays bounded."""
 
 
@@ -148,7 +150,7 @@ def worst_of(
 
 
 def row_blocks(rows: int, width: int) -> Iterator[slice]:
-    """Yield slices of rows that hold about a quarter of a million elements each."""
-    step = max(1, _BLOCK_ELEMENTS // max(1, width))
+    """Yield slices of rows that hold about a quarter of a million elements each, more on a card."""
+    step = max(1, sized(_BLOCK_ELEMENTS, _CARD_ELEMENTS) // max(1, width))
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))

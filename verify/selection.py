@@ -20,6 +20,7 @@ pick) are *invalid* and counted apart.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
@@ -102,11 +103,17 @@ class PickErrors:
 
     def failed(self) -> Tensor:
         """Return the rows with an invalid pick or a swap that nothing excuses, bool [rows]."""
-        return (self.invalid > 0) | (self.counts[:, list(_FAULTS)].sum(1) > 0)
+        return self._any(_FAULTS)
 
     def unjustified(self) -> Tensor:
         """Return the rows with an invalid pick or a swap that no score justifies, bool [rows]."""
-        return (self.invalid > 0) | (self.counts[:, [Swap.SELECTOR, Swap.UNKNOWN]].sum(1) > 0)
+        return self._any((Swap.SELECTOR, Swap.UNKNOWN))
+
+    def _any(self, kinds: Sequence[Swap]) -> Tensor:
+        found = self.invalid > 0
+        for kind in kinds:
+            found = found | (self.counts[:, kind] > 0)
+        return found
 
     def gaps(self) -> Tensor:
         """Return the gap of every justified swap that is no tie, in units of its bound."""

@@ -128,7 +128,7 @@ class SwapTally:
                 total.picks += int((wanted.member & ~member).sum())
                 total.needles += _lost_best(meant.scores, member, block)
                 # One tensor for equal picks, so that attention over them is computed once.
-                picks = known.setdefault(member.numpy().tobytes(), _as_picks(member))
+                picks = known.setdefault(member.cpu().numpy().tobytes(), _as_picks(member))
             rows = self._keys[MAIN].rows(own)
             errors = self._profile.attention_errors(
                 prepared, rows, self._profile.changed_rows(rows), picks, block

@@ -64,7 +64,7 @@ admissible. Errors of either sign flip equally many of equally near elements up 
 classes keep data that lies on a lattice, nearer to the boundaries on one side, from looking biased.
 """
 
-_SUMS = [*range(Tally.SIZE), *range(FLIPS.start, FLIPS.stop)]
+_SUMS = (slice(Tally.SIZE), FLIPS)
 
 
 def no_tally(rows: int, *, flips: bool = False) -> Tensor:
@@ -78,8 +78,8 @@ def no_tally(rows: int, *, flips: bool = False) -> Tensor:
 def join_tallies(one: Tensor, other: Tensor) -> Tensor:
     """Return the tally of rows whose dims are split in two parts."""
     joined = torch.maximum(one, other)
-    sums = [column for column in _SUMS if column < joined.shape[1]]
-    joined[:, sums] = one[:, sums] + other[:, sums]
+    for columns in _SUMS:
+        joined[:, columns] = one[:, columns] + other[:, columns]
     return joined
 
 

@@ -15,12 +15,14 @@ from typing import TypeVar
 
 import torch
 
+_CARD_WORKERS = 3  # they launch, one card computes; more would wait for each other's interpreter
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Workers:
-    """As many workers as torch has threads; use :func:`workers`."""
+    """As many workers as torch has threads, few on a card; use :func:`workers`."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -63,10 +65,17 @@ class Budget:
 
 
 @contextmanager
-def workers() -> Iterator[Workers]:
-    """Hold this thread and all workers to one torch thread each until the block ends."""
+def workers(device: str = "cpu") -> Iterator[Workers]:
+    """Hold this thread and all workers to one torch thread each until the block ends.
+
+    Parameters
+    ----------
+    device
+        Where the workers make tensors that have no device of their own.
+    """
     threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+    count = threads if device == "cpu" else min(threads, _CARD_WORKERS)
+    pool = ThreadPoolExecutor(count, initializer=_begin, initargs=(device,))
     try:
         torch.set_num_threads(1)
         with pool:
@@ -74,3 +83,9 @@ def workers() -> Iterator[Workers]:
     finally:
         # The workers' setting is also the default of threads that start later; restore it.
         torch.set_num_threads(threads)
+
+
+def _begin(device: str) -> None:
+    torch.set_num_threads(1)
+    if device != "cpu":
+        torch.set_default_device(device)  # of this thread alone

@@ -182,8 +182,9 @@ def test_histories_on_a_card(key_format: str) -> None:
 def fed(
     ratio: int, head_dim: int, pages: int, streams: int = 1
 ) -> tuple[Tensor, Tensor, StoreWeights, list[PagedPool], list[Tensor]]:
-    """Return 16 requests of 200 tokens on a card, and as many empty pools and states."""
-    inputs = make_inputs(ratio, head_dim, (200,) * 16, torch.float32, "normal", seed=21)
+    """Return 16 requests of two windows and more on a card, and as many empty pools and states."""
+    tokens = 2 * ratio + 4
+    inputs = make_inputs(ratio, head_dim, (tokens,) * 16, torch.float32, "normal", seed=21)
     given = inputs.main
     weights = StoreWeights.prepare(
         ratio,
@@ -198,7 +199,7 @@ def fed(
         for _ in range(streams)
     ]
     states = [new_state(16, ratio, head_dim, torch.float32, "cuda") for _ in range(streams)]
-    kv, score = (x.view(16, 200, -1).cuda() for x in (given.kv, given.score))
+    kv, score = (x.view(16, tokens, -1).cuda() for x in (given.kv, given.score))
     return kv, score, weights, made, states
 
 

@@ -116,8 +116,8 @@ def test_blocks_of_queries_change_no_error(
     whole = judge(inputs, *candidates)
 
     class Small(LayerRun):
-        def __init__(self, inputs: Inputs, layer: int, limits: Limits) -> None:
-            super().__init__(inputs, layer, limits, budget_bytes=1)
+        def __init__(self, inputs: Inputs, layer: int, limits: Limits, device: str) -> None:
+            super().__init__(inputs, layer, limits, device, budget_bytes=1)
 
     monkeypatch.setattr(pipeline, "LayerRun", Small)
     parts = judge(inputs, *candidates)
