@@ -31,7 +31,6 @@ inline ScoreParams score_params(
   p.page_stride = keys.stride(0);
   p.scale_stride = key_scales.stride(0);
   p.table_stride = table.stride(0);
-  p.table_columns = static_cast<int32_t>(table.size(1));
   p.pages = static_cast<int32_t>(keys.size(0));
   p.page_shift = static_cast<int32_t>(page_shift);
   p.heads = static_cast<int32_t>(weights.size(1));

@@ -23,12 +23,11 @@ struct ScoreParams {
   const ScoreGroup* groups;     // [num_groups]
   const uint8_t* keys;          // pages, or rows when there is no table
   const uint8_t* key_scales;    // first scale of page 0; unused for bf16
-  const int32_t* table;         // [requests, table_columns], null: ragged keys
+  const int32_t* table;         // pages of each request, null: ragged keys
   const int64_t* starts;        // ragged: [requests], row of each request's first key
   int64_t page_stride;          // bytes between pages of values
   int64_t scale_stride;         // bytes between pages of scales
   int64_t table_stride;         // elements between rows of the table
-  int32_t table_columns;
   int32_t pages;                // pages of the pool
   int32_t page_shift;           // log2 of the rows of a page; a page has at least 8
   int32_t heads;
