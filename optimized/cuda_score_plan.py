@@ -17,7 +17,7 @@ from needlepoint.optimized.cuda_score_variants import MMA, TILES, UNITS, held_he
 
 _FIELDS = 4
 _SPANS = {
-    "wide": (4, 1, 64, 512),
+    "wide": (4, 1, 128, 512),
     "narrow": (4, 2, 128, 256),
     "c256": (4, 1, 128, 512),
     "c128": (4, 1, 128, 256),

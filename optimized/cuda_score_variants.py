@@ -23,15 +23,8 @@ TOPK_LIMITS = {"small": 512, "rows": 1024, "long": 2048}
 _HEADER = "score_exports.h"
 _ROW_CODE = {"bf16": 0, "fp8": 1, "fp4": 2}
 _KEY_BYTES = {"bf16": 256, "fp8": 132, "fp4": 68}
-_STAGES = {
-    ("wide", "bf16"): 6,
-    ("wide", "fp8"): 8,
-    ("wide", "fp4"): 8,
-    ("narrow", "bf16"): 3,
-    ("narrow", "fp8"): 4,
-    ("narrow", "fp4"): 4,
-}
-_TILE_KEYS = {"wide": 64, "narrow": 128}
+_STAGES = {"bf16": 3, "fp8": 4, "fp4": 4}
+_STAGE_KEYS = 128
 _MMA_TOPK_BYTES = {"bf16": 90424, "fp8": 92472, "fp4": 59704}
 _WGMMA_BYTES = {
     ("bf16", "c256"): 198704,
@@ -126,7 +119,7 @@ def topk_name(kind: str) -> str:
 def _scores(heads: int, row: str, unit: str, tile: str) -> Variant:
     name = score_name(heads, row, unit, tile)
     if unit == MMA:
-        shared = _STAGES[tile, row] * _TILE_KEYS[tile] * _KEY_BYTES[row]
+        shared = _STAGES[row] * _STAGE_KEYS * _KEY_BYTES[row]
         run, traits = "run_scores", f"ScoreTraits<{heads}, Row::{row}, Tile::{tile}>"
         kernel = "12score_kernelINS_11ScoreTraits"
         last = f"LNS_4TileE{list(TILES[MMA]).index(tile)}E"

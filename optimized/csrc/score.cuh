@@ -140,28 +140,32 @@ class WarpScores {
       row_ += (lane & 4) / 4;
     }
     limit_ = row_ < count_ ? p.limits[group.row + row_] : 0;
+    for (int j = 0; j < P::kPieces; ++j) {
+      place_[j] = T::place(lane / 4, lane % 4 * P::kPieces + j);
+    }
     for (int m = 0; m < 4; ++m) {
-      for (int n = 0; n < 2; ++n) second_.c[m][n][0] = second_.c[m][n][1] = second_.c[m][n][2] = second_.c[m][n][3] = 0.0f;
+      for (int n = 0; n < 2; ++n) {
+        for (float& x : second_.c[m][n]) x = 0.0f;
+      }
     }
   }
 
   // Two chunks, keys [32 * pair, 32 * pair + 32) of a stage; `key` is the first one's number. The
   // second chunk of the pair before is finished meanwhile.
-  __device__ __forceinline__ void pair(const uint8_t* stage, int pair, int key) {
-    const uint8_t* scales = stage + T::kKeys * T::kRowBytes;
-    const int base = pair * 32;
+  __device__ __forceinline__ void pair(uint32_t stage, int pair, int key) {
+    const uint32_t scales = stage + T::kKeys * T::kRowBytes + pair * 32 * T::kScaleBytes;
+    stage += pair * 32 * T::kRowBytes;
     Chunk first;
     HeadSums<T> sums;
     sums.clear();
-    Pieces pieces = read(stage, base, 0);
-    multiply_chunk(stage, scales, base, pieces, base + 16, first, second_, sums);
+    Pieces pieces = read(stage, 0, 0);
+    multiply_chunk(stage, scales, 0, pieces, 16, first, second_, sums);
     write_second(sums);
     sums.clear();
-    multiply_chunk(stage, scales, base + 16, pieces, -1, second_, first, sums);
+    multiply_chunk(stage, scales, 16, pieces, -1, second_, first, sums);
     if constexpr (kRow == Row::fp8) {
-      const float* own = reinterpret_cast<const float*>(scales) + base + column_;
-      scale_[0] = own[0];
-      if constexpr (T::kQueries == 2) scale_[1] = own[16];
+      scale_[0] = read_scale(scales + 4 * column_);
+      if constexpr (T::kQueries == 2) scale_[1] = read_scale(scales + 4 * column_ + 64);
     }
     key_ = key;
     write_first(sums);
@@ -190,23 +194,20 @@ class WarpScores {
   // Multiplies 16 keys into `now` while `before` is summed over heads. `pieces` are the first ones;
   // the next are read while these are multiplied, and at last those of the chunk at `following`.
   __device__ __forceinline__ void multiply_chunk(
-      const uint8_t* stage, const uint8_t* scales, int base, Pieces& pieces, int following,
-      Chunk& now, const Chunk& before, HeadSums<T>& sums) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+      uint32_t stage, uint32_t scales, int base, Pieces& pieces, int following, Chunk& now,
+      const Chunk& before, HeadSums<T>& sums) {
     uint32_t scale[2] = {0, 0};
-    if constexpr (kRow == Row::fp4) {
-      scale[0] = ue8m0_bf16x2(scales[(base + g) * 4 + t]);
-      scale[1] = ue8m0_bf16x2(scales[(base + 8 + g) * 4 + t]);
+    if constexpr (kRow == Row::fp4) {  // a byte for each key and quarter, as lanes are numbered
+      scale[0] = ue8m0_bf16x2(read_byte(scales + base * 4 + threadIdx.x % 32));
+      scale[1] = ue8m0_bf16x2(read_byte(scales + base * 4 + 32 + threadIdx.x % 32));
     }
     all_pieces(stage, base, pieces, following, scale, now, before, sums,
                std::make_integer_sequence<int, P::kPieces>());
   }
 
-  __device__ __forceinline__ Pieces read(const uint8_t* stage, int base, int piece) const {
-    const int lane = threadIdx.x % 32, row = base + lane / 4;
-    const uint32_t source =
-        shared_address(stage) + row * T::kRowBytes +
-        swizzled<kRow>(row, lane % 4 * P::kPieces + piece) * 16;
+  // A piece of the two keys of this lane. Chunks begin at even keys: pieces lie alike in all.
+  __device__ __forceinline__ Pieces read(uint32_t stage, int base, int piece) const {
+    const uint32_t source = stage + base * T::kRowBytes + place_[piece];
     return Pieces{read16(source), read16(source + 8 * T::kRowBytes)};
   }
 
@@ -219,16 +220,28 @@ class WarpScores {
     return out;
   }
 
+  __device__ static __forceinline__ float read_scale(uint32_t source) {
+    float out;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(out) : "r"(source));
+    return out;
+  }
+
+  __device__ static __forceinline__ uint32_t read_byte(uint32_t source) {
+    uint32_t out;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(out) : "r"(source));
+    return out;
+  }
+
   template <int... j>
   __device__ __forceinline__ void all_pieces(
-      const uint8_t* stage, int base, Pieces& pieces, int following, const uint32_t (&scale)[2],
+      uint32_t stage, int base, Pieces& pieces, int following, const uint32_t (&scale)[2],
       Chunk& now, const Chunk& before, HeadSums<T>& sums, std::integer_sequence<int, j...>) {
     (one_piece<j>(stage, base, pieces, following, scale, now, before, sums), ...);
   }
 
   template <int j>
   __device__ __forceinline__ void one_piece(
-      const uint8_t* stage, int base, Pieces& pieces, int following, const uint32_t (&scale)[2],
+      uint32_t stage, int base, Pieces& pieces, int following, const uint32_t (&scale)[2],
       Chunk& now, const Chunk& before, HeadSums<T>& sums) {
     Pieces next = pieces;
     if constexpr (j + 1 < P::kPieces) {
@@ -300,8 +313,9 @@ class WarpScores {
   float first_partial_ = 0.0f;
   float scale_[T::kQueries] = {};
   int first_, row_, count_, limit_ = 0;
-  int column_;            // of the pair
-  int key_ = -1;          // first key of the pair before
+  int column_;                  // of the pair
+  uint32_t place_[P::kPieces];  // of the pieces of this lane's key in a chunk
+  int key_ = -1;                // first key of the pair before
 };
 
 // Warps that share a row divide the keys.
@@ -325,7 +339,8 @@ __device__ __forceinline__ void score_keys(
     uint8_t* shared) {
   const int warp = threadIdx.x / 32, tiles = (stop - begin + T::kKeys - 1) / T::kKeys;
   const int row_warps = warps_with_rows<T>(group.count), key_warps = T::kWarps / row_warps;
-  KeyLoader<T> loader(p, group.request, begin, stop, shared_address(shared));
+  const uint32_t stages = shared_address(shared);
+  KeyLoader<T> loader(p, group.request, begin, stop, stages);
 #pragma unroll 1
   for (int s = 0; s < T::kStages - 1; ++s) {
     if (s < tiles) loader.fill(s, s);
@@ -339,9 +354,10 @@ __device__ __forceinline__ void score_keys(
     __syncthreads();
     if (tile + T::kStages - 1 < tiles) loader.fill(refill, tile + T::kStages - 1);
     commit_copies();
+    const int pairs = min(T::kKeys / 32, (stop - begin - tile * T::kKeys + 31) / 32);
 #pragma unroll 1
-    for (int pair = warp / row_warps; pair < T::kKeys / 32; pair += key_warps) {
-      scores.pair(shared + stage * T::kStageBytes, pair, begin + tile * T::kKeys + pair * 32);
+    for (int pair = warp / row_warps; pair < pairs; pair += key_warps) {
+      scores.pair(stages + stage * T::kStageBytes, pair, begin + tile * T::kKeys + pair * 32);
     }
     stage = stage + 1 == T::kStages ? 0 : stage + 1;
     refill = refill + 1 == T::kStages ? 0 : refill + 1;
@@ -361,8 +377,7 @@ __global__ __launch_bounds__(T::kWarps * 32, T::kResident) void score_kernel(
   const int stop = min(end, group_limit(p, group));
   const ToGlobal sink{p};
   if (begin < stop) score_keys<T>(p, group, begin, stop, sink, shared);
-  const int scored =
-      begin < stop ? min(begin + (stop - begin + T::kKeys - 1) / T::kKeys * T::kKeys, end) : begin;
+  const int scored = begin < stop ? min(begin + (stop - begin + 31) / 32 * 32, end) : begin;
   for (int row = 0; row < group.count; ++row) {
     for (int column = scored + threadIdx.x; column < end; column += T::kWarps * 32) {
       sink.put(group.row, row, column, -INFINITY);

@@ -80,11 +80,17 @@ __device__ __forceinline__ void multiply_first(
   multiply<kUnit>(c, a, b0, b1);
 }
 
-// Two E4M3 codes as two fp16, exact.
-__device__ __forceinline__ uint32_t widen_e4m3(uint32_t pair) {
+// Two of a word's four E4M3 codes as two fp16, exact.
+template <int half>
+__device__ __forceinline__ uint32_t widen_e4m3(uint32_t four) {
   uint32_t out;
-  asm("{ .reg .b16 low; cvt.u16.u32 low, %1; cvt.rn.f16x2.e4m3x2 %0, low; }"
-      : "=r"(out) : "r"(pair));
+  if constexpr (half == 0) {
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }"
+        : "=r"(out) : "r"(four));
+  } else {
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }"
+        : "=r"(out) : "r"(four));
+  }
   return out;
 }
 
@@ -125,7 +131,7 @@ struct Piece {
       return k == 0 ? raw.x : k == 1 ? raw.y : k == 2 ? raw.z : raw.w;
     } else if constexpr (kRow == Row::fp8) {
       const uint32_t four = s == 0 ? raw.x : s == 1 ? raw.y : s == 2 ? raw.z : raw.w;
-      return widen_e4m3(half == 0 ? four & 0xffffu : four >> 16);
+      return widen_e4m3<half>(four);
     } else {
       constexpr int k = 2 * s + half;
       const uint32_t eight = k / 4 == 0 ? raw.x : k / 4 == 1 ? raw.y : k / 4 == 2 ? raw.z : raw.w;

@@ -25,17 +25,17 @@ struct ScoreTraits {
   static constexpr Row kRow = kRow_;
   static constexpr Tile kTile = kTile_;
   static constexpr int kWarps = kTile == Tile::wide ? 8 : 4;
-  static constexpr int kKeys = kTile == Tile::wide ? 64 : 128;  // of a stage
+  static constexpr int kKeys = 128;  // of a stage
   static constexpr int kResident = kTile == Tile::wide ? 1 : 2;  // blocks a multiprocessor
   static constexpr int kRowBytes = Operand<kRow>::kBytes;
   static constexpr int kScaleBytes = Operand<kRow>::kScaleBytes;
   static constexpr int kStageBytes = kKeys * (kRowBytes + kScaleBytes);
-  static constexpr int kStages =
-      kTile == Tile::wide ? (kRow == Row::bf16 ? 6 : 8) : (kRow == Row::bf16 ? 3 : 4);
+  static constexpr int kStages = kRow == Row::bf16 ? 3 : 4;
   static constexpr int kSharedBytes = kStages * kStageBytes;
   static constexpr int kQueries = 64 / kHeads;  // query rows of a warp
+  static constexpr int kBlockBytes = 8 * kRowBytes;
 
-  // Byte of a stage at which a 16-byte piece of a key lies.
+  // Byte of a block of eight keys at which a 16-byte piece of one lies.
   __device__ static __forceinline__ int place(int key, int piece) {
     return key * kRowBytes + swizzled<kRow>(key, piece) * 16;
   }
@@ -66,85 +66,110 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// One warp's part of filling stages: blocks of eight consecutive keys, each within one page.
+// One warp's part of filling stages: up to 32 consecutive keys in blocks of eight, each within one
+// page. Lane l looks up the page of key l.
 template <class T>
 class KeyLoader {
-  static constexpr int kBlocks = T::kKeys / T::kWarps / 8;
+  static constexpr int kOwn = T::kKeys / T::kWarps;
   static constexpr int kPieces = T::kRowBytes / 16;  // of a row
   static constexpr int kRowsEach = 32 / kPieces;     // rows that a warp copies at once
+  static_assert(kOwn % 8 == 0 && kOwn <= 32, "a lane has at most one key");
 
  public:
   __device__ __forceinline__ KeyLoader(
       const ScoreParams& p, int request, int first, int stop, uint32_t shared)
-      : p_(p), shared_(shared), first_(first), last_(stop - 1) {
-    if (p.table == nullptr) {
-      start_ = p.starts[request];
+      : p_(p), keys_(p.keys), scales_(p.key_scales), last_(stop - 1) {
+    const int lane = threadIdx.x % 32, own = threadIdx.x / 32 * kOwn;
+    first_ = first + own;
+    values_ = shared + own / 8 * T::kBlockBytes;
+    own_scale_ = shared + T::kKeys * T::kRowBytes + 4 * (own + lane);
+    if (p.table == nullptr) {  // one page, in which all keys of the request lie
+      keys_ += p.starts[request] * T::kRowBytes;
+      scales_ += p.starts[request] * T::kScaleBytes;
     } else {
       table_ = p.table + request * p.table_stride;
+      mask_ = (1 << p.page_shift) - 1;
     }
+    keys_ += lane * 16;
     look_up(0);
   }
 
   // Copies keys [first + tile * kKeys, ..) to a stage and looks up the pages of the tile after it.
-  // Keys behind the last one are copies of it: what lies behind a row's limit may be unwritten. A
-  // key whose page does not exist becomes NaN, by its scale or, without one, by its values.
   __device__ __forceinline__ void fill(int stage, int tile) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint32_t values = shared_ + stage * T::kStageBytes;
-    const uint32_t scales = values + T::kKeys * T::kRowBytes;
-    const int64_t mask = (int64_t{1} << p_.page_shift) - 1;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const int base = (warp * kBlocks + b) * 8;  // in the tile
-      const int key = first_ + tile * T::kKeys + base;
-      const bool paged = table_ != nullptr;
-      const bool missing = paged && (pages_[b] < 0 || pages_[b] >= p_.pages);
-      const int64_t page = missing || !paged ? 0 : pages_[b];
-      const uint8_t* page_values = p_.keys + page * p_.page_stride;
-#pragma unroll
-      for (int i = 0; i < 8 / kRowsEach; ++i) {
-        const int row = i * kRowsEach + lane / kPieces, piece = lane % kPieces;
-        const int64_t place = paged ? min(key + row, last_) & mask : start_ + min(key + row, last_);
-        const uint32_t target = values + T::place(base + row, piece);
-        if (T::kScaleBytes == 0 && missing) {
-          asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(target), "r"(~0u) : "memory");
-        } else {
-          copy_async<16>(target, page_values + place * T::kRowBytes + piece * 16);
-        }
-      }
-      if constexpr (T::kScaleBytes > 0) {
-        if (lane < 8) {
-          const int64_t place =
-              paged ? min(key + lane, last_) & mask : start_ + min(key + lane, last_);
-          const uint32_t target = scales + (base + lane) * 4;
-          if (missing) {
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(target), "r"(~0u) : "memory");
-          } else {
-            copy_async<4>(target, p_.key_scales + page * p_.scale_stride + place * 4);
-          }
-        }
-      }
+    const int key = first_ + tile * T::kKeys;
+    const bool missing = table_ != nullptr && static_cast<uint32_t>(page_) >= p_.pages;
+    if (__any_sync(0xffffffffu, missing || key + kOwn - 1 > last_)) {
+      copy<true>(stage * T::kStageBytes, key, missing ? -1 : page_);
+    } else {
+      copy<false>(stage * T::kStageBytes, key, page_);
     }
     look_up(tile + 1);
   }
 
  private:
-  __device__ __forceinline__ void look_up(int tile) {
-    if (table_ == nullptr) return;
-    const int warp = threadIdx.x / 32;
+  // Keys behind the last one are copies of it: what lies behind a row's limit may be unwritten. A
+  // key whose page does not exist, -1, becomes NaN, by its scale or, without one, by its values.
+  // kOdd: there may be such keys.
+  template <bool kOdd>
+  __device__ __forceinline__ void copy(int stage, int key, int page) const {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const int key = first_ + tile * T::kKeys + (warp * kBlocks + b) * 8;
-      pages_[b] = __ldg(table_ + (min(key, last_) >> p_.page_shift));
+    for (int b = 0; b < kOwn / 8; ++b) {
+      copy_block<kOdd>(stage + b * T::kBlockBytes, key + 8 * b,
+                       __shfl_sync(0xffffffffu, page, 8 * b));
+    }
+    if constexpr (T::kScaleBytes > 0) {
+      if (lane >= kOwn) return;
+      const int own = kOdd ? min(key + lane, last_) : key + lane;
+      if (kOdd && page < 0) {
+        store_nan<4>(own_scale_ + stage);
+      } else {
+        copy_async<4>(own_scale_ + stage, scales_ + page * p_.scale_stride +
+                                              static_cast<int64_t>(own & mask_) * T::kScaleBytes);
+      }
     }
   }
 
+  template <bool kOdd>
+  __device__ __forceinline__ void copy_block(int block, int key, int page) const {
+    const int lane = threadIdx.x % 32, row = lane / kPieces;
+    const int first = kOdd ? min(key, last_) : key;
+    const uint8_t* source = keys_ + (kOdd ? max(page, 0) : page) * p_.page_stride +
+                            static_cast<int64_t>(first & mask_) * T::kRowBytes;
+#pragma unroll
+    for (int i = 0; i < 8; i += kRowsEach) {
+      const uint32_t target = values_ + block + T::place(row + i, lane % kPieces);
+      if (kOdd && T::kScaleBytes == 0 && page < 0) {
+        store_nan<16>(target);
+      } else {
+        const int further = kOdd ? min(row + i, last_ - first) - row : i;
+        copy_async<16>(target, source + further * T::kRowBytes);
+      }
+    }
+  }
+
+  // Bytes 0xFF are NaN in all formats of values and scales.
+  template <int kBytes>
+  __device__ static __forceinline__ void store_nan(uint32_t target) {
+#pragma unroll
+    for (int i = 0; i < kBytes; i += 4) {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(target + i), "r"(~0u) : "memory");
+    }
+  }
+
+  __device__ __forceinline__ void look_up(int tile) {
+    if (table_ == nullptr) return;
+    const int key = first_ + tile * T::kKeys + threadIdx.x % 32 % kOwn;
+    page_ = __ldg(table_ + (min(key, last_) >> p_.page_shift));
+  }
+
   const ScoreParams& p_;
+  const uint8_t *keys_, *scales_;  // the former of this lane
   const int32_t* table_ = nullptr;
-  int64_t start_ = 0;
-  uint32_t shared_;
+  uint32_t values_, own_scale_;
   int first_, last_;
-  int32_t pages_[kBlocks] = {};
+  int mask_ = -1;  // of a key's place in its page
+  int page_ = 0;
 };
 
 }  // namespace needlepoint

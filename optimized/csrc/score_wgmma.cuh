@@ -31,7 +31,7 @@ struct WgmmaTraits {
   static constexpr int kKeys = 64 * kConsumers;
   static constexpr int kRowBytes = Operand<kRow>::kBytes;
   static constexpr int kScaleBytes = Operand<kRow>::kScaleBytes;
-  static constexpr int kHalves = kRowBytes / 128;  // swizzled rows have 128 bytes
+  static constexpr int kBlockBytes = 8 * 128;  // swizzled rows have 128 bytes
   static constexpr int kStageBytes = kKeys * kRowBytes + (kScaleBytes > 0 ? 1024 : 0);
   static constexpr int kStages =
       (kWide ? (kRow == Row::bf16 ? 4 : 8) : (kRow == Row::bf16 ? 2 : 6)) - kSpared;
