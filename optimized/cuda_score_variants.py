@@ -27,14 +27,14 @@ _STAGES = {"bf16": 3, "fp8": 4, "fp4": 4}
 _STAGE_KEYS = 128
 _MMA_TOPK_BYTES = {"bf16": 90424, "fp8": 92472, "fp4": 59704}
 _WGMMA_BYTES = {
-    ("bf16", "c256"): 198704,
-    ("bf16", "c128"): 165424,
-    ("bf16", "c64"): 83216,
-    ("fp8", "c256"): 174192,
-    ("fp8", "c128"): 157296,
-    ("fp8", "c64"): 114000,
+    ("bf16", "c256"): 231584,
+    ("bf16", "c128"): 197776,
+    ("bf16", "c64"): 98928,
+    ("fp8", "c256"): 207088,
+    ("fp8", "c128"): 173264,
+    ("fp8", "c64"): 104096,
 }
-_WGMMA_TOPK_BYTES = {"bf16": 108104, "fp8": 104040}
+_WGMMA_TOPK_BYTES = {"bf16": 107144, "fp8": 103080}
 _TOPK_BYTES = {"small": 24952, "rows": 41432, "long": 82584}
 _TOPK_TRAITS = {"small": ("TopkSmall", 128), "rows": ("TopkRows", 256), "long": ("TopkLong", 512)}
 
@@ -126,7 +126,7 @@ def _scores(heads: int, row: str, unit: str, tile: str) -> Variant:
     else:
         shared = _WGMMA_BYTES[row, tile]
         run, traits = "run_wgmma", f"WgmmaTraits<{heads}, Row::{row}, {TILES[WGMMA][tile]}>"
-        kernel, last = "12wgmma_kernelINS_11WgmmaTraits", f"Li{TILES[WGMMA][tile]}ELi0E"
+        kernel, last = "12wgmma_kernelINS_11WgmmaTraits", f"Li{TILES[WGMMA][tile]}ELi2E"
     return Variant(
         name=name,
         module=f"scores_{unit}_{row}",

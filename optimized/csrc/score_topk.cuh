@@ -50,9 +50,9 @@ struct ToShared {
 };
 
 // Remembers what the selection will need: the registers are needed for the products.
-__device__ __forceinline__ void remember(const ScoreGroup& group, int stop, SpanShared& shared) {
-  shared.select.few[0] = group.row;
-  shared.select.few[1] = group.count;
+__device__ __forceinline__ void remember(int row, int count, int stop, SpanShared& shared) {
+  shared.select.few[0] = row;
+  shared.select.few[1] = count;
   shared.select.few[2] = stop;
 }
 
@@ -96,7 +96,7 @@ __global__ __launch_bounds__(T::kWarps * 32, T::kResident) void score_topk_kerne
   const int begin = blockIdx.x / s.num_groups * s.span;
   const int stop = min(min(begin + s.span, s.columns), group_limit(s, group));
   if (begin >= stop) return;
-  if (threadIdx.x == 0) remember(group, stop, own);
+  if (threadIdx.x == 0) remember(group.row, group.count, stop, own);
   score_keys<T>(s, group, begin, stop, ToShared{s, shared_address(own.scores), begin}, shared);
   __syncthreads();
   write_lists(p, own);

@@ -7,10 +7,15 @@
 
 namespace needlepoint {
 
-// Rows of 128 bytes, eight to a swizzled block of 1,024 bytes, blocks one behind the other.
-__device__ __forceinline__ uint64_t row_descriptor(uint32_t address) {
+// Rows of 128 bytes, eight to a swizzled block of 1,024 bytes, blocks one behind the other: the low
+// word of a descriptor, which counts units of 16 bytes. The high word is the same for all.
+__device__ __forceinline__ uint32_t row_descriptor(uint32_t address) {
+  return 1u << 16 | address >> 4;
+}
+
+__device__ __forceinline__ uint64_t whole_descriptor(uint32_t low) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kBlockStride = uint64_t{1024 / 16} << 32;
-  return kSwizzle128 | kBlockStride | (uint64_t{1} << 16) | ((address & 0x3ffffu) >> 4);
+  return kSwizzle128 | kBlockStride | low;
 }
 
 __device__ __forceinline__ void wgmma_fence() {
@@ -35,74 +40,47 @@ __device__ __forceinline__ void wgmma_wait() {
 #define NEEDLEPOINT_R32                                                                            \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "     \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NEEDLEPOINT_R128                                                                           \
-  NEEDLEPOINT_R64                                                                                  \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "   \
-  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, "     \
-  "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, "     \
-  "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define NEEDLEPOINT_R64                                                                            \
   NEEDLEPOINT_R32                                                                                  \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "   \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// 64 keys by 64, 128 or 256 head rows, over 32 bytes of each; `add` is 0 for the first product of a sum.
+// 64 keys by 64 or 128 head rows, over 32 bytes of each; `add` is 0 for the first product of a sum.
 template <Row kRow>
-__device__ __forceinline__ void wgmma(float (&c)[32], uint64_t a, uint64_t b, int add) {
+__device__ __forceinline__ void wgmma(float (&c)[32], uint32_t a, uint32_t b, int add) {
   if constexpr (kRow == Row::bf16) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NEEDLEPOINT_R32
         "}, %32, %33, p, 1, 1, 0, 0; }"
         : NEEDLEPOINT_D32(c, 0)
-        : "l"(a), "l"(b), "r"(add));
+        : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(add));
   } else {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" NEEDLEPOINT_R32
         "}, %32, %33, p, 1, 1; }"
         : NEEDLEPOINT_D32(c, 0)
-        : "l"(a), "l"(b), "r"(add));
+        : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(add));
   }
 }
 
 template <Row kRow>
-__device__ __forceinline__ void wgmma(float (&c)[64], uint64_t a, uint64_t b, int add) {
+__device__ __forceinline__ void wgmma(float (&c)[64], uint32_t a, uint32_t b, int add) {
   if constexpr (kRow == Row::bf16) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NEEDLEPOINT_R64
         "}, %64, %65, p, 1, 1, 0, 0; }"
         : NEEDLEPOINT_D32(c, 0), NEEDLEPOINT_D32(c, 32)
-        : "l"(a), "l"(b), "r"(add));
+        : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(add));
   } else {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" NEEDLEPOINT_R64
         "}, %64, %65, p, 1, 1; }"
         : NEEDLEPOINT_D32(c, 0), NEEDLEPOINT_D32(c, 32)
-        : "l"(a), "l"(b), "r"(add));
-  }
-}
-
-template <Row kRow>
-__device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b, int add) {
-  if constexpr (kRow == Row::bf16) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NEEDLEPOINT_R128
-        "}, %128, %129, p, 1, 1, 0, 0; }"
-        : NEEDLEPOINT_D32(c, 0), NEEDLEPOINT_D32(c, 32), NEEDLEPOINT_D32(c, 64),
-          NEEDLEPOINT_D32(c, 96)
-        : "l"(a), "l"(b), "r"(add));
-  } else {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" NEEDLEPOINT_R128
-        "}, %128, %129, p, 1, 1; }"
-        : NEEDLEPOINT_D32(c, 0), NEEDLEPOINT_D32(c, 32), NEEDLEPOINT_D32(c, 64),
-          NEEDLEPOINT_D32(c, 96)
-        : "l"(a), "l"(b), "r"(add));
+        : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(add));
   }
 }
 
@@ -110,7 +88,6 @@ __device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b, i
 #undef NEEDLEPOINT_D32
 #undef NEEDLEPOINT_R32
 #undef NEEDLEPOINT_R64
-#undef NEEDLEPOINT_R128
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -127,6 +104,17 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int phase) {
       "@done bra finished;\n"
       "bra again;\n"
       "finished: }" ::"r"(barrier), "r"(phase) : "memory");
+}
+
+__device__ __forceinline__ bool barrier_done(uint32_t barrier, int phase) {
+  int done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(phase)
+      : "memory");
+  return done != 0;
 }
 
 // Makes this thread's writes to shared memory visible to the matrix unit.
