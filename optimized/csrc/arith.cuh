@@ -37,6 +37,21 @@ __device__ __forceinline__ float exp2_weight(float z, float m) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(r) << 23));
 }
 
+// 1 / x, correctly rounded for 2^-125 <= x < 2^125: the steps that the compiler makes for __frcp_rn
+// without its test of the range. Not finite where x is not.
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+}
+
+// x / 448, correctly rounded for x >= 2^-100: with a correctly rounded reciprocal one correction of
+// the product is enough. Not finite where x is not.
+__device__ __forceinline__ float divide_by_448(float x) {
+  const float q = __fmul_rn(x, kInverse448);
+  return __fmaf_rn(__fmaf_rn(-448.0f, q, x), kInverse448, q);
+}
+
 // Correctly rounded v / s for sums of weights, 1 <= s < 256: the steps that the compiler makes for
 // __fdiv_rn where it need not fear underflow, with one test for all numerators instead of a branch
 // for each.
@@ -52,9 +67,7 @@ __device__ __forceinline__ void divide(
   if (smallest >= 0x1p-90f && largest < 0x1p+90f) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      float r;
-      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(s[i]));
-      r = __fmaf_rn(r, __fmaf_rn(-s[i], r, 1.0f), r);
+      const float r = reciprocal(s[i]);
       const float q = __fmul_rn(v[i], r);
       out[i] = __fmaf_rn(r, __fmaf_rn(-s[i], q, v[i]), q);
     }
@@ -86,6 +99,16 @@ __device__ __forceinline__ float lane_max(float x) {
 #pragma unroll
   for (int mask = 1; mask < kLanes; mask <<= 1) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
+  }
+  return x;
+}
+
+// As lane_max for magnitudes, NaN if one of them is NaN.
+template <int kLanes>
+__device__ __forceinline__ float lane_magnitude(float x) {
+#pragma unroll
+  for (int mask = 1; mask < kLanes; mask <<= 1) {
+    x = larger_magnitude(x, __shfl_xor_sync(0xffffffffu, x, mask));
   }
   return x;
 }

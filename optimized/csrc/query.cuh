@@ -43,9 +43,10 @@ __device__ __forceinline__ void load8(const float* source, float (&x)[8]) {
 
 __device__ __forceinline__ void load8(const bf16* source, float (&x)[8]) {
   uint4 raw;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-               : "l"(source));
+               : "l"(source)
+               : "memory");
   const uint32_t pairs[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -119,12 +120,16 @@ __global__ __launch_bounds__(Query::kBlock) void query_kernel(
   const int readable = owned ? head : p.heads - 1;  // idle lanes still take part in the shuffles
   const Input* row =
       static_cast<const Input*>(p.q) + token * p.q_stride + readable * 128 + lane * 8;
+  const int64_t position = early(p.positions + token);
   float low[8], high[8];
   load8(row, low);
   load8(row + 64, high);
-  const int64_t position = p.positions[token];
+  // Read with the row: a head weight that comes late is a second wait for memory.
+  float weight =
+      early(static_cast<const Input*>(p.weights) + token * p.weights_stride + readable);
+  after_loads();
   const float4* table = reinterpret_cast<const float4*>(p.rope + position * kRopeDims + lane * 8);
-  const float4 angle0 = __ldg(table), angle1 = __ldg(table + 1);
+  const float4 angle0 = early(table), angle1 = early(table + 1);
   rotate_pair(high[0], high[1], angle0.x, angle0.y);
   rotate_pair(high[2], high[3], angle0.z, angle0.w);
   rotate_pair(high[4], high[5], angle1.x, angle1.y);
@@ -136,19 +141,16 @@ __global__ __launch_bounds__(Query::kBlock) void query_kernel(
     x[8 + i] = high[i];
   }
   hadamard16(x, lane);
+  release_successor();
 
   const int64_t index = token * p.heads + head;
-  float weight = 0.0f;
-  if (lane == 0 && owned) {
-    const Input raw = static_cast<const Input*>(p.weights)[token * p.weights_stride + head];
-    weight = __fmul_rn(static_cast<float>(raw), p.weight_scale);
-    if (!(fabsf(weight) < INFINITY)) atomicMin(p.faults + kFaultWeight, blockIdx.x);
-  }
-  release_successor();
   const float amax_low = max_magnitude8<0>(x), amax_high = max_magnitude8<8>(x);
-  if (!(larger_magnitude(amax_low, amax_high) < INFINITY)) {
-    atomicMin(p.faults + kFaultQuery, blockIdx.x);
+  // Finite unless a channel is not; for fp8 the scale, which is that of the whole row.
+  float largest = larger_magnitude(amax_low, amax_high);
+  if constexpr (kRow == Row::fp8) {
+    largest = divide_by_448(larger_magnitude(kFloor, lane_magnitude<Query::kLanes>(largest)));
   }
+  if (!(largest < INFINITY)) atomicMin(p.faults + kFaultQuery, blockIdx.x);
   if constexpr (kRow == Row::bf16) {
     if (!owned) return;
     uint4* target = reinterpret_cast<uint4*>(p.codes + index * 256 + lane * 16);
@@ -156,11 +158,8 @@ __global__ __launch_bounds__(Query::kBlock) void query_kernel(
                            pack_bf16(x[6], x[7]));
     target[8] = make_uint4(pack_bf16(x[8], x[9]), pack_bf16(x[10], x[11]), pack_bf16(x[12], x[13]),
                            pack_bf16(x[14], x[15]));
-    if (lane == 0) p.folded[index] = weight;
   } else if constexpr (kRow == Row::fp8) {
-    const float amax = lane_max<Query::kLanes>(fmaxf(amax_low, amax_high));
-    const float scale = __fdiv_rn(fmaxf(amax, kFloor), 448.0f);
-    const float inverse = __frcp_rn(scale);
+    const float inverse = reciprocal(largest);
     if (!owned) return;
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = __fmul_rn(x[i], inverse);
@@ -169,10 +168,7 @@ __global__ __launch_bounds__(Query::kBlock) void query_kernel(
         make_uint2(e4m3_quad(x[0], x[1], x[2], x[3]), e4m3_quad(x[4], x[5], x[6], x[7]));
     *reinterpret_cast<uint2*>(target + 64) =
         make_uint2(e4m3_quad(x[8], x[9], x[10], x[11]), e4m3_quad(x[12], x[13], x[14], x[15]));
-    if (lane == 0) {
-      static_cast<float*>(p.scales)[index] = scale;
-      p.folded[index] = __fmul_rn(weight, scale);
-    }
+    if (lane == 0) static_cast<float*>(p.scales)[index] = largest;
   } else {
     // Blocks of 32 dims: four lanes of one half.
     uint8_t* target = p.codes + index * 64 + lane * 4;
@@ -185,8 +181,11 @@ __global__ __launch_bounds__(Query::kBlock) void query_kernel(
       scales[0] = static_cast<uint8_t>(byte_low);
       scales[2] = static_cast<uint8_t>(byte_high);
     }
-    if (lane == 0) p.folded[index] = weight;
   }
+  if (lane != 0) return;
+  weight = __fmul_rn(weight, p.weight_scale);
+  if (!(fabsf(weight) < INFINITY)) atomicMin(p.faults + kFaultWeight, blockIdx.x);
+  p.folded[index] = kRow == Row::fp8 ? __fmul_rn(weight, largest) : weight;
 }
 
 template <class Input, Row kRow>

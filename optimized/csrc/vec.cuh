@@ -141,7 +141,34 @@ __device__ __forceinline__ Raw2<bf16> stream2(const bf16* source) {
 // that a window waits for memory.
 __device__ __forceinline__ void after_loads() { __syncwarp(); }
 
-// A small read that is not to be moved behind a branch.
+// Small reads that are not to be moved behind a branch, or past after_loads() and reads like these.
+__device__ __forceinline__ int32_t early(const int32_t* source) {
+  int32_t out;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(out) : "l"(source) : "memory");
+  return out;
+}
+
+__device__ __forceinline__ float early(const float* source) {
+  float out;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(out) : "l"(source) : "memory");
+  return out;
+}
+
+__device__ __forceinline__ float early(const bf16* source) {
+  uint16_t out;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(out) : "l"(source) : "memory");
+  return widen_low(out);
+}
+
+__device__ __forceinline__ float4 early(const float4* source) {
+  float4 out;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w)
+               : "l"(source)
+               : "memory");
+  return out;
+}
+
 __device__ __forceinline__ int4 early4(const void* source) {
   int4 out;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
