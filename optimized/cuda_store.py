@@ -25,6 +25,7 @@ from needlepoint.optimized.pages import LAYOUTS
 from needlepoint.optimized.specification import (
     EPS_LIMIT,
     LOG2_E,
+    LOWEST_EXPONENT,
     ROPE_DIMS,
     SCORE_LIMIT,
     TABLE_LIMIT,
@@ -59,9 +60,9 @@ class StoreWeights:
         fp32 ``[positions, 32, 2]``, cos and sin.
     norm_eps
         Epsilon of the norm.
-    score_safe
-        Magnitude below which a score keeps the precondition wherever it stands; larger ones are
-        looked at exactly.
+    score_small
+        Magnitude below which a score, wherever it stands, keeps the precondition and no weight
+        reaches S2's clamp; windows with a larger one are looked at exactly.
     """
 
     ratio: int
@@ -70,7 +71,7 @@ class StoreWeights:
     norm_weight: Tensor
     rope_table: Tensor
     norm_eps: float
-    score_safe: float
+    score_small: float
 
     @classmethod
     def prepare(
@@ -113,10 +114,10 @@ class StoreWeights:
                     f"{name}: a magnitude of {_largest(tensor)!r}, expected finite numbers below "
                     f"{limit!r}"
                 )
-        # |score| * L + |A| stays below the limit by more than every rounding on the way costs.
-        room = SCORE_LIMIT * (1 - 2.0**-20) - _largest(prescaled)
-        safe = max(room / float(LOG2_E) * (1 - 2.0**-20), 0.0)
-        return cls(ratio, head_dim, prescaled, norm_weight, rope_table, norm_eps, safe)
+        # |score| * L + |A| stays below half the clamp by more than every rounding on the way costs.
+        room = -float(LOWEST_EXPONENT) / 2 * (1 - 2.0**-20) - _largest(prescaled)
+        small = max(room / float(LOG2_E) * (1 - 2.0**-20), 0.0)
+        return cls(ratio, head_dim, prescaled, norm_weight, rope_table, norm_eps, small)
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def launch_store(
             *planned.values(),
             shift,
             weights.norm_eps,
-            weights.score_safe,
+            weights.score_small,
             overlap,
         )
 

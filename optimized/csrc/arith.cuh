@@ -24,9 +24,11 @@ constexpr float kFloorFp4 = 0x1.8p-124f;          // 6 * 2^-126, 0x01C00000
 constexpr float kInverse448 = 0x1.24924ap-9f;     // fl(1/448), 0x3B124925
 constexpr float kInverse6 = 0x1.555556p-3f;       // fl(1/6), 0x3E2AAAAB
 
-// S2: base-2 exponential of t = z - m <= 0, clamped at -126 so that it never becomes subnormal.
-__device__ __forceinline__ float exp2_weight(float z, float m) {
-  const float t = fmaxf(__fsub_rn(z, m), -126.0f);
+// S2's clamp of t = z - m, below which a weight would be subnormal.
+__device__ __forceinline__ float clamped(float t) { return fmaxf(t, -126.0f); }
+
+// S2: base-2 exponential of t, -126 <= t <= 0.
+__device__ __forceinline__ float exp2_weight(float t) {
   const float r = __fadd_rn(t, kMagic);
   const float f = __fsub_rn(t, __fsub_rn(r, kMagic));
   float p = __fmaf_rn(f, kExp5, kExp4);

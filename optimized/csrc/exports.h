@@ -25,7 +25,7 @@ inline StoreParams store_params(
     const TensorView& slots, const TensorView& writes, const TensorView& state,
     const TensorView& pool, const TensorView& faults, const TensorView& workspace,
     int64_t page_shift, double eps,
-    double score_safe) {
+    double score_small) {
   StoreParams p;
   p.kv = kv.data_ptr();
   p.score = score.data_ptr();
@@ -45,7 +45,7 @@ inline StoreParams store_params(
   p.ring_mask = static_cast<int32_t>(state.size(1)) - 1;
   p.state_is_bf16 = state.dtype().bits == 16;
   p.eps = static_cast<float>(eps);
-  p.score_safe = static_cast<float>(score_safe);
+  p.score_small = static_cast<float>(score_small);
   p.faults = static_cast<int32_t*>(faults.data_ptr());
   p.pooled = static_cast<float*>(workspace.data_ptr());
   p.arrived = static_cast<int32_t*>(workspace.data_ptr()) + 512 * slots.size(0);
@@ -71,12 +71,12 @@ void run_store(const char* name, const StoreParams& p, DLDevice device, bool ove
                    needlepoint::TensorView state, needlepoint::TensorView pool,                    \
                    needlepoint::TensorView faults, needlepoint::TensorView workspace,              \
                    int64_t page_shift, double eps,                                                 \
-                   double score_safe, bool overlap) {                                              \
+                   double score_small, bool overlap) {                                              \
     using namespace needlepoint;                                                                   \
     run_store<StoreTraits<__VA_ARGS__>>(                                                           \
         #NAME,                                                                                     \
         store_params(kv, score, ape, norm_weight, rope, segments, slots, writes, state, pool,      \
-                     faults, workspace, page_shift, eps, score_safe),                              \
+                     faults, workspace, page_shift, eps, score_small),                              \
         kv.device(), overlap);                                                                     \
   }                                                                                                \
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(NAME, NAME)

@@ -58,7 +58,8 @@ struct StoreParams {
   int32_t ring_mask;  // ring - 1, ring a power of two
   bool state_is_bf16;
   float eps;
-  float score_safe;  // scores below it keep the precondition wherever they stand
+  // Scores below it, wherever they stand, keep the precondition, and no weight reaches S2's clamp.
+  float score_small;
   int32_t* faults;   // [2]
   // Ratio 128: pooled rows [windows, 512] on their way to the block that finishes each, and how many
   // of a row's blocks have arrived. The counts are zero before and after a launch.

@@ -45,13 +45,27 @@ struct Window4 {
     return __ldg(reinterpret_cast<const float4*>(p.ape + (i % 4) * T::kWidth + slot_column(i)));
   }
 
-  // Slot i of kv (part 0) or score (part 1) among the tokens of this call: one 64-bit base, then
-  // a 32-bit step a slot.
+  __device__ __forceinline__ uint32_t stride(int part) const {
+    return part == 0 ? p.kv_stride : p.score_stride;
+  }
+
+  // Slot i of kv (part 0) or score (part 1), if it is a token of this call.
   __device__ __forceinline__ const Input* input(int i, int part) const {
-    const uint32_t stride = part == 0 ? p.kv_stride : p.score_stride;
     const Input* rows = static_cast<const Input*>(part == 0 ? p.kv : p.score);
-    const Input* oldest = rows + (static_cast<int64_t>(window.token) - 7) * stride + column;
-    return oldest + static_cast<uint64_t>(i) * stride + (i < 4 ? 0 : T::kDim);
+    const uint64_t token = static_cast<uint32_t>(window.token - 7 + i);
+    return rows + (token * stride(part) + slot_column(i));
+  }
+
+  // All eight of them. A row's address is one wide multiply and add behind the last one's; left
+  // alone, the compiler begins again in the middle, with several instructions a row.
+  __device__ __forceinline__ void read_input(Raw4<Input> (&slots)[8], int part) const {
+    const Input* row = input(0, part);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      slots[i] = stream4(row + (i < 4 ? 0 : T::kDim));
+      row += stride(part);
+      asm("" : "+l"(row));
+    }
   }
 
   // Notes a stored window with a score outside the precondition.
@@ -74,7 +88,7 @@ __device__ __forceinline__ void pool_slots(
     const Window4<T>& window, const Raw4<Element> (&score)[8], const Raw4<Element> (&kv)[8],
     bool masked, float (&pooled)[4]) {
   Peak<Element> peak;
-  float z[8][4];
+  float z[8][4];  // later z - m
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     score[i].raise(peak);
@@ -89,7 +103,8 @@ __device__ __forceinline__ void pool_slots(
 #pragma unroll
     for (int i = 0; i < 4; ++i) z[i][channel] = masked ? z[4][channel] : z[i][channel];
   }
-  if (!(peak.value() < window.p.score_safe)) {
+  const bool small = peak.value() < window.p.score_small;
+  if (!small) {
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -100,16 +115,28 @@ __device__ __forceinline__ void pool_slots(
     }
     window.check_scores(largest);
   }
-  float s[4], v[4];
 #pragma unroll
   for (int channel = 0; channel < 4; ++channel) {
     float m = z[0][channel];
 #pragma unroll
     for (int i = 1; i < 8; ++i) m = fmaxf(m, z[i][channel]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) z[i][channel] = __fsub_rn(z[i][channel], m);
+  }
+  if (!small) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+#pragma unroll
+      for (int channel = 0; channel < 4; ++channel) z[i][channel] = clamped(z[i][channel]);
+    }
+  }
+  float s[4], v[4];
+#pragma unroll
+  for (int channel = 0; channel < 4; ++channel) {
     v[channel] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float weight = exp2_weight(z[i][channel], m);
+      const float weight = exp2_weight(z[i][channel]);
       const float e = masked && i < 4 ? 0.0f : weight;
       s[channel] = i == 0 ? e : __fadd_rn(s[channel], e);  // 0 + e = e: weights are not negative
       v[channel] = __fmaf_rn(e, kv[i][channel], v[channel]);
@@ -122,10 +149,8 @@ __device__ __forceinline__ void pool_slots(
 template <class T>
 __device__ __forceinline__ void pool_from_input(const Window4<T>& window, float (&pooled)[4]) {
   Raw4<typename T::Input> score[8], kv[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) score[i] = stream4(window.input(i, 1));
-#pragma unroll
-  for (int i = 0; i < 8; ++i) kv[i] = stream4(window.input(i, 0));
+  window.read_input(score, 1);
+  window.read_input(kv, 0);
   after_loads();
   pool_slots(window, score, kv, false, pooled);
 }
@@ -187,7 +212,7 @@ __device__ __forceinline__ void pool_widened(const Window4<T>& window, float (&p
     s[channel] = v[channel] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float weight = exp2_weight(e[i][channel], m);
+      const float weight = exp2_weight(clamped(__fsub_rn(e[i][channel], m)));
       e[i][channel] = window.first() && i < 4 ? 0.0f : weight;
       s[channel] = __fadd_rn(s[channel], e[i][channel]);
     }

@@ -30,7 +30,7 @@ __device__ __forceinline__ float sum_of_squares(const float (&x)[4], float* warp
 
 template <int kDim>
 __device__ __forceinline__ float inverse_rms(float sum, float eps) {
-  return __frcp_rn(__fsqrt_rn(__fmaf_rn(sum, 1.0f / kDim, eps)));
+  return reciprocal(__fsqrt_rn(__fmaf_rn(sum, 1.0f / kDim, eps)));
 }
 
 // S4. Returns 1 / rms, which is positive unless the sum of squares is not finite.

@@ -79,8 +79,8 @@ __device__ __forceinline__ void store_row(
         make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
   } else if constexpr (kRow == Row::fp8) {
     const float amax = warp_max_nonnegative(max_magnitude(x));
-    const float scale = __fdiv_rn(fmaxf(amax, kFloor), 448.0f);
-    const float inverse = __frcp_rn(scale);
+    const float scale = divide_by_448(fmaxf(amax, kFloor));
+    const float inverse = reciprocal(scale);
     *reinterpret_cast<uint32_t*>(page + row * 128 + thread * 4) =
         e4m3_quad(__fmul_rn(x[0], inverse), __fmul_rn(x[1], inverse), __fmul_rn(x[2], inverse),
                   __fmul_rn(x[3], inverse));

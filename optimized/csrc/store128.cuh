@@ -273,7 +273,8 @@ __device__ __forceinline__ void weigh128(
   for (int i = 0; i < B::kWarpSlots; ++i) {
     const int group = i / Store128::kGroupSlots;
     if (i % Store128::kGroupSlots == 0) s[group] = v[group] = make_float2(0.0f, 0.0f);
-    const float2 e = make_float2(exp2_weight(z[i].x, m.x), exp2_weight(z[i].y, m.y));
+    const float2 e = make_float2(exp2_weight(clamped(__fsub_rn(z[i].x, m.x))),
+                                 exp2_weight(clamped(__fsub_rn(z[i].y, m.y))));
     s[group].x = __fadd_rn(s[group].x, e.x);
     s[group].y = __fadd_rn(s[group].y, e.y);
     v[group].x = __fmaf_rn(e.x, kv[i][0], v[group].x);
@@ -304,15 +305,15 @@ __device__ __forceinline__ float2 pool128(
   float2 z[B::kWarpSlots], m;
 #pragma unroll
   for (int i = 0; i < B::kWarpSlots; ++i) {
-    score[i].raise(peak);
     const float* row = p.ape + static_cast<int64_t>(first + i) * T::kWidth + column;
     const float2 ape = __ldg(reinterpret_cast<const float2*>(row));
     z[i].x = __fmaf_rn(score[i][0], kLog2e, ape.x);
     z[i].y = __fmaf_rn(score[i][1], kLog2e, ape.y);
     m = i == 0 ? z[0] : larger(m, z[i]);
+    score[i].raise(peak);
   }
   shared.maxima[warp][lane] = m;
-  if (!(peak.value() < p.score_safe)) {
+  if (!(peak.value() < p.score_small)) {
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < B::kWarpSlots; ++i) {

@@ -38,10 +38,11 @@ template <>
 struct Peak<bf16> {
   uint32_t largest = 0;
   __device__ __forceinline__ void add(uint32_t pair) {
-    asm("{ .reg .b32 t; abs.bf16x2 t, %1; max.NaN.bf16x2 %0, %0, t; }" : "+r"(largest) : "r"(pair));
+    // One instruction: the larger magnitude, with a sign that means nothing.
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(pair));
   }
   __device__ __forceinline__ float value() const {
-    return larger_magnitude(widen_low(largest), widen_high(largest));
+    return larger_magnitude(fabsf(widen_low(largest)), widen_high(largest));
   }
 };
 

@@ -27,7 +27,7 @@ from needlepoint.optimized.cuda_store import (
     store,
 )
 from needlepoint.optimized.exact32 import fma
-from needlepoint.optimized.specification import LOG2_E, SCORE_LIMIT
+from needlepoint.optimized.specification import LOG2_E, LOWEST_EXPONENT, SCORE_LIMIT
 
 TOKENS, WIDTH = 20, 256
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -119,17 +119,19 @@ def test_parameters_outside_the_preconditions_are_named(name: str, bad: float) -
         StoreWeights.prepare(4, **given, norm_eps=1e-6)
 
 
-@pytest.mark.parametrize("largest", [0.0, 0.7, 40.0, 1e5, 2.9e6, 2.90722e6])
-def test_safe_scores_keep_the_precondition(largest: float) -> None:
+@pytest.mark.parametrize("largest", [0.0, 0.7, 40.0, 43.0, 44.0, 2.90722e6])
+def test_small_scores_keep_the_precondition_and_stay_above_the_clamp(largest: float) -> None:
     ape = torch.zeros(4, WIDTH)
     ape[2, 5] = -largest
     made = StoreWeights.prepare(4, ape, torch.ones(128), torch.zeros(8, 32, 2), 1e-6)
-    safe = np.float32(made.score_safe)
+    small = np.float32(made.score_small)
     most = made.ape.abs().max().numpy()
 
-    assert safe > 0 or largest > 2.907e6
-    assert fma(safe, LOG2_E, most) < SCORE_LIMIT
-    assert fma(-safe, LOG2_E, -most) > -SCORE_LIMIT
+    assert (small > 0) == (largest < 43.5)
+    if small > 0:
+        highest, lowest = fma(small, LOG2_E, most), fma(-small, LOG2_E, -most)
+        assert max(highest, -lowest) < SCORE_LIMIT
+        assert lowest - highest >= LOWEST_EXPONENT
 
 
 def faults(first: int, second: int) -> Tensor:
