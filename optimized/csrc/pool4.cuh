@@ -6,7 +6,7 @@
 namespace needlepoint {
 
 // Blocks an SM for bf16 input, which is bound by instruction issue: the most without spills.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kResidentBf16 = 5;
 #else
 constexpr int kResidentBf16 = 6;
@@ -41,8 +41,8 @@ struct Window4 {
     return i < 4 ? column : T::kDim + column;
   }
 
-  __device__ __forceinline__ float4 prescaled_ape(int i) const {
-    return __ldg(reinterpret_cast<const float4*>(p.ape + (i % 4) * T::kWidth + slot_column(i)));
+  __device__ __forceinline__ const float4* prescaled_ape(int i) const {
+    return reinterpret_cast<const float4*>(p.ape + (i % 4) * T::kWidth + slot_column(i));
   }
 
   __device__ __forceinline__ uint32_t stride(int part) const {
@@ -86,16 +86,15 @@ __device__ __forceinline__ float component(const float4& x, int i) {
 template <class T, class Element>
 __device__ __forceinline__ void pool_slots(
     const Window4<T>& window, const Raw4<Element> (&score)[8], const Raw4<Element> (&kv)[8],
-    bool masked, float (&pooled)[4]) {
+    const float4 (&ape)[8], bool masked, float (&pooled)[4]) {
   Peak<Element> peak;
   float z[8][4];  // later z - m
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     score[i].raise(peak);
-    const float4 ape = window.prescaled_ape(i);
 #pragma unroll
     for (int channel = 0; channel < 4; ++channel) {
-      z[i][channel] = __fmaf_rn(score[i][channel], kLog2e, component(ape, channel));
+      z[i][channel] = __fmaf_rn(score[i][channel], kLog2e, component(ape[i], channel));
     }
   }
 #pragma unroll
@@ -145,14 +144,21 @@ __device__ __forceinline__ void pool_slots(
   divide(v, s, pooled);
 }
 
-// The common case: every slot is a token of this call.
+// The common case: every slot is a token of this call. In L1 the position embedding waits behind
+// every row that is on its way, so where registers allow it is read with them.
 template <class T>
 __device__ __forceinline__ void pool_from_input(const Window4<T>& window, float (&pooled)[4]) {
+  constexpr bool kApeEarly = T::kDim == 128;
   Raw4<typename T::Input> score[8], kv[8];
+  float4 ape[8];
   window.read_input(score, 1);
   window.read_input(kv, 0);
+#pragma unroll
+  for (int i = 0; i < 8 && kApeEarly; ++i) ape[i] = early(window.prescaled_ape(i));
   after_loads();
-  pool_slots(window, score, kv, false, pooled);
+#pragma unroll
+  for (int i = 0; i < 8 && !kApeEarly; ++i) ape[i] = __ldg(window.prescaled_ape(i));
+  pool_slots(window, score, kv, ape, false, pooled);
 }
 
 // Windows that begin in the state, and the first of a request, when the state has the input's
@@ -172,7 +178,10 @@ __device__ __forceinline__ void pool_from_both(const Window4<T>& window, float (
 #pragma unroll
   for (int i = 0; i < 8; ++i) kv[i] = stream4(source(i, 0));
   after_loads();
-  pool_slots(window, score, kv, window.first(), pooled);
+  float4 ape[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) ape[i] = __ldg(window.prescaled_ape(i));
+  pool_slots(window, score, kv, ape, window.first(), pooled);
 }
 
 // The same when the state has another dtype than the input.
@@ -196,7 +205,7 @@ __device__ __forceinline__ void pool_widened(const Window4<T>& window, float (&p
   float e[8][4], s[4], v[4], largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float4 ape = window.prescaled_ape(i);
+    const float4 ape = __ldg(window.prescaled_ape(i));
 #pragma unroll
     for (int channel = 0; channel < 4; ++channel) {
       e[i][channel] = __fmaf_rn(score[i][channel], kLog2e, component(ape, channel));
