@@ -277,7 +277,8 @@ def require_store(
             f"pool: page_size {size}, expected a power of two equal to the plan's {plan.page_size}"
         )
     stride = LAYOUTS[pool.layout].page_bytes(size)
-    require_tensor("pool", pool.pages, (None, stride), (torch.uint8,), align=8)
+    align = 16 if pool.layout == "main-bf16" else 8  # the widest store of a row
+    require_tensor("pool", pool.pages, (None, stride), (torch.uint8,), align=align)
     if pool.pages.shape[0] < plan.pages:
         raise ValueError(f"pool: {pool.pages.shape[0]} pages, expected at least {plan.pages}")
     require_inputs(kv, score, weights, plan, state)

@@ -5,11 +5,12 @@
 
 namespace needlepoint {
 
-// Blocks an SM for bf16 input, which is bound by instruction issue: the most without spills.
+// Blocks an SM for bf16 input: the most without spills. Main rows of a prefill keep nothing but
+// their slots in registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kResidentBf16 = 5;
+constexpr int kResidentBf16 = 5, kResidentMain = 5;
 #else
-constexpr int kResidentBf16 = 6;
+constexpr int kResidentBf16 = 6, kResidentMain = 8;
 #endif
 
 template <class T>
@@ -17,9 +18,14 @@ struct Store4 {
   static constexpr int kThreads = RowThreads<T::kDim>::kThreads;  // of one window
   static constexpr int kBlock = 128;
   static constexpr int kUnits = kBlock / kThreads;                // windows a block
+  // Whether one warp finishes the row (prefill512.cuh).
+  static constexpr bool kOneFinishes =
+      T::kMode == Mode::prefill && T::kDim == 512 && T::kRow != Row::fp32;
   // Blocks an SM that the registers must allow, which fixes how many registers a thread may have.
   static constexpr int kResident =
-      T::kMode == Mode::decode || std::is_same_v<typename T::Input, float> ? 4 : kResidentBf16;
+      T::kMode == Mode::decode || std::is_same_v<typename T::Input, float> ? 4
+      : kOneFinishes                                                       ? kResidentMain
+                                                                           : kResidentBf16;
 };
 
 // The window, or further on the token to keep, of this thread's warp or block.
@@ -76,10 +82,6 @@ struct Window4 {
   // Slots 0..3 of a request's first window lie before its first token.
   __device__ __forceinline__ bool first() const { return window.entry == 0; }
 };
-
-__device__ __forceinline__ float component(const float4& x, int i) {
-  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
-}
 
 // S1 to S3 on loaded slots. A masked slot repeats slot 4's logit, which leaves the maximum alone,
 // and then weighs +0; what it loaded is finite, so its product is zero.
@@ -145,9 +147,11 @@ __device__ __forceinline__ void pool_slots(
 }
 
 // The common case: every slot is a token of this call. In L1 the position embedding waits behind
-// every row that is on its way, so where registers allow it is read with them.
-template <class T>
-__device__ __forceinline__ void pool_from_input(const Window4<T>& window, float (&pooled)[4]) {
+// every row that is on its way, so where registers allow it is read with them. Here and below
+// `meanwhile` is called when the reads are on their way.
+template <class T, class Meanwhile>
+__device__ __forceinline__ void pool_from_input(
+    const Window4<T>& window, float (&pooled)[4], const Meanwhile& meanwhile) {
   constexpr bool kApeEarly = T::kDim == 128;
   Raw4<typename T::Input> score[8], kv[8];
   float4 ape[8];
@@ -156,6 +160,7 @@ __device__ __forceinline__ void pool_from_input(const Window4<T>& window, float 
 #pragma unroll
   for (int i = 0; i < 8 && kApeEarly; ++i) ape[i] = early(window.prescaled_ape(i));
   after_loads();
+  meanwhile();
 #pragma unroll
   for (int i = 0; i < 8 && !kApeEarly; ++i) ape[i] = __ldg(window.prescaled_ape(i));
   pool_slots(window, score, kv, ape, false, pooled);
@@ -163,8 +168,9 @@ __device__ __forceinline__ void pool_from_input(const Window4<T>& window, float 
 
 // Windows that begin in the state, and the first of a request, when the state has the input's
 // dtype: only addresses differ. A masked slot reads the last token instead.
-template <class T>
-__device__ __forceinline__ void pool_from_both(const Window4<T>& window, float (&pooled)[4]) {
+template <class T, class Meanwhile>
+__device__ __forceinline__ void pool_from_both(
+    const Window4<T>& window, float (&pooled)[4], const Meanwhile& meanwhile) {
   using Input = typename T::Input;
   Raw4<Input> score[8], kv[8];
   const auto source = [&](int i, int part) -> const Input* {
@@ -178,6 +184,7 @@ __device__ __forceinline__ void pool_from_both(const Window4<T>& window, float (
 #pragma unroll
   for (int i = 0; i < 8; ++i) kv[i] = stream4(source(i, 0));
   after_loads();
+  meanwhile();
   float4 ape[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) ape[i] = __ldg(window.prescaled_ape(i));
@@ -185,8 +192,9 @@ __device__ __forceinline__ void pool_from_both(const Window4<T>& window, float (
 }
 
 // The same when the state has another dtype than the input.
-template <class T>
-__device__ __forceinline__ void pool_widened(const Window4<T>& window, float (&pooled)[4]) {
+template <class T, class Meanwhile>
+__device__ __forceinline__ void pool_widened(
+    const Window4<T>& window, float (&pooled)[4], const Meanwhile& meanwhile) {
   const auto read = [&](int i, int part) -> Raw4<float> {
     if (in_state<T>(window.window, i) && !(i < 4 && window.first())) {
       const int64_t element = state_element<T>(window.p, window.window, i, part);
@@ -197,11 +205,12 @@ __device__ __forceinline__ void pool_widened(const Window4<T>& window, float (&p
     const Raw4<typename T::Input> raw = stream4(window.input(slot, part));
     return Raw4<float>{make_float4(raw[0], raw[1], raw[2], raw[3])};
   };
-  // Prefill reads kv in two steps, so that this rare path does not set the register count of all.
-  constexpr int kBatch = T::kMode == Mode::decode ? 8 : 4;
+  // Prefill reads kv in steps, so that this rare path does not set the register count of all.
+  constexpr int kBatch = T::kMode == Mode::decode ? 8 : 2;
   Raw4<float> score[8], kv[kBatch];
 #pragma unroll
   for (int i = 0; i < 8; ++i) score[i] = read(i, 1);
+  meanwhile();
   float e[8][4], s[4], v[4], largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -213,6 +222,7 @@ __device__ __forceinline__ void pool_widened(const Window4<T>& window, float (&p
       largest = larger_magnitude(largest, masked ? 0.0f : e[i][channel]);
     }
   }
+  window.check_scores(largest);
 #pragma unroll
   for (int channel = 0; channel < 4; ++channel) {
     float m = e[4][channel];
@@ -239,24 +249,24 @@ __device__ __forceinline__ void pool_widened(const Window4<T>& window, float (&p
     }
   }
   divide(v, s, pooled);
-  window.check_scores(largest);
 }
 
 // S1 to S3 of a window.
-template <class T>
-__device__ __forceinline__ void pool_window(const Window4<T>& window, float (&pooled)[4]) {
+template <class T, class Meanwhile>
+__device__ __forceinline__ void pool_window(
+    const Window4<T>& window, float (&pooled)[4], const Meanwhile& meanwhile) {
   constexpr bool kBf16 = std::is_same_v<typename T::Input, bf16>;
   if constexpr (T::kMode == Mode::prefill) {
     if (window.window.from_state == 0 && !window.first()) {
-      pool_from_input(window, pooled);
+      pool_from_input(window, pooled, meanwhile);
       return;
     }
   }
   // Without slots in the state its dtype does not matter.
   if (window.p.state_is_bf16 == kBf16 || window.window.from_state == 0) {
-    pool_from_both(window, pooled);
+    pool_from_both(window, pooled, meanwhile);
   } else {
-    pool_widened(window, pooled);
+    pool_widened(window, pooled, meanwhile);
   }
 }
 

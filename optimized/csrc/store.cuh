@@ -7,8 +7,7 @@
 // Reads and writes of the state never meet: the ring has room for both (see cuda_plan.py).
 #pragma once
 
-#include "launch.h"
-#include "pool4.cuh"
+#include "prefill512.cuh"
 
 namespace needlepoint {
 
@@ -46,7 +45,7 @@ __global__ __launch_bounds__(Store4<T>::kBlock, Store4<T>::kResident) void store
                   (thread - kFirstRope));
   }
   float x[4];
-  pool_window(Window4<T>{p, window, thread * 4, own_unit<T>()}, x);
+  pool_window(Window4<T>{p, window, thread * 4, own_unit<T>()}, x, [] {});
   if constexpr (kSharedSlot) wait_copies();
   if (slot < 0) return;
   if constexpr (T::kRow == Row::fp32) {
@@ -79,7 +78,14 @@ template <class T>
 void run_store4(const char* name, const StoreParams& p, DLDevice device, bool overlap) {
   const int64_t units = static_cast<int64_t>(p.windows) + p.num_writes;
   const auto blocks = static_cast<unsigned>((units + Store4<T>::kUnits - 1) / Store4<T>::kUnits);
-  launch(name, store_kernel<T>, p, dim3(blocks), Store4<T>::kBlock, device, overlap);
+  const auto run = [&](void (*kernel)(StoreParams)) {
+    launch(name, kernel, p, dim3(blocks), Store4<T>::kBlock, device, overlap);
+  };
+  if constexpr (Store4<T>::kOneFinishes) {
+    run(prefill512_kernel<T>);
+  } else {
+    run(store_kernel<T>);
+  }
 }
 
 }  // namespace needlepoint

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "launch.h"
+#include "row512.cuh"
 #include "windows.cuh"
 
 namespace needlepoint {
@@ -182,85 +183,22 @@ __device__ __forceinline__ void keep_token128(const StoreParams& p, int index, i
   write_state4(p.state, p.state_is_bf16, element + T::kWidth, score);
 }
 
-// S4, S5 and S7 of a whole row by one warp: lane l holds channels 16 l .. 16 l + 15.
+// S4, S5 and S7 of a whole row by one warp.
 template <class T>
 __device__ __forceinline__ void finish_row(
     const StoreParams& p, int window, int entry, int64_t slot, int lane) {
-  constexpr int kOwn = 16, kFirstRope = 28;  // lanes 28..31 hold the RoPE dims
-  float x[kOwn], h[kOwn / 2];
-  const float4* row = reinterpret_cast<const float4*>(p.pooled + static_cast<int64_t>(window) * 512);
+  const float* pooled = p.pooled + static_cast<int64_t>(window) * T::kDim;
+  const float4* row = reinterpret_cast<const float4*>(pooled);
+  const float4* table = reinterpret_cast<const float4*>(
+      p.rope + static_cast<int64_t>(entry) * T::kRatio * kRopeDims);
+  const int first = 2 * max(lane - Row512::kFirstRope, 0);
+  const float4 angles[2] = {__ldg(table + first), __ldg(table + first + 1)};
+  float x[16];
 #pragma unroll
-  for (int i = 0; i < kOwn / 4; ++i) {
-    const float4 part = __ldcg(row + lane * (kOwn / 4) + i);
-    x[4 * i] = part.x;
-    x[4 * i + 1] = part.y;
-    x[4 * i + 2] = part.z;
-    x[4 * i + 3] = part.w;
-  }
-#pragma unroll
-  for (int i = 0; i < kOwn / 2; ++i) {
-    h[i] = __fmaf_rn(x[2 * i + 1], x[2 * i + 1], __fmul_rn(x[2 * i], x[2 * i]));
-  }
-#pragma unroll
-  for (int stride = 1; stride < kOwn / 2; stride *= 2) {
-#pragma unroll
-    for (int i = 0; i < kOwn / 2; i += 2 * stride) h[i] = __fadd_rn(h[i], h[i + stride]);
-  }
-  const float r = inverse_rms<T::kDim>(tree_sum<32>(h[0]), p.eps);
-  if (!(r > 0.0f)) report(p, kFaultRow, window);
-  const float* weight = p.norm_weight + lane * kOwn;
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], r), __ldg(weight + i));
-  if (lane >= kFirstRope) {
-    const float* table = p.rope + static_cast<int64_t>(entry) * T::kRatio * kRopeDims;
-#pragma unroll
-    for (int i = 0; i < kOwn; i += 2) {
-      const float* angle = table + (lane - kFirstRope) * kOwn + i;
-      rotate_pair(x[i], x[i + 1], __ldg(angle), __ldg(angle + 1));
-    }
-  }
-  uint8_t* page = p.pool.page(slot);
-  const int64_t place = p.pool.row(slot);
-  uint32_t pairs[kOwn / 2];
-#pragma unroll
-  for (int i = 0; i < kOwn / 2; ++i) pairs[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
-  if constexpr (T::kRow == Row::bf16) {
-    auto* target = reinterpret_cast<uint2*>(page + place * 1024 + lane * 32);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) target[i] = make_uint2(pairs[2 * i], pairs[2 * i + 1]);
-  } else {
-    float b[kOwn], amax = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      b[i] = i % 2 == 0 ? widen_low(pairs[i / 2]) : widen_high(pairs[i / 2]);
-      amax = fmaxf(amax, fabsf(b[i]));
-    }
-    amax = lane_max<4>(amax);
-    const uint32_t byte = ue8m0_byte(__fmul_rn(fmaxf(amax, kFloor), kInverse448));
-    const float inverse = ue8m0_inverse(byte);
-    if (lane < kFirstRope) {
-      auto* target = reinterpret_cast<uint2*>(page + place * 576 + lane * 16);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        uint32_t words[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float* y = b + 8 * i + 4 * j;
-          words[j] = e4m3_quad(__fmul_rn(y[0], inverse), __fmul_rn(y[1], inverse),
-                               __fmul_rn(y[2], inverse), __fmul_rn(y[3], inverse));
-        }
-        target[i] = make_uint2(words[0], words[1]);
-      }
-    } else {
-      auto* target = reinterpret_cast<uint2*>(page + place * 576 + 448 + (lane - kFirstRope) * 32);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) target[i] = make_uint2(pairs[2 * i], pairs[2 * i + 1]);
-    }
-    if (lane % 4 == 0) {  // seven scales; the eighth byte is padding, written as zero
-      page[p.pool.rows() * 576 + place * 8 + lane / 4] =
-          static_cast<uint8_t>(lane < kFirstRope ? byte : 0u);
-    }
-  }
+  for (int i = 0; i < 4; ++i) Row512::set(x, i, __ldcg(row + Row512::quad(lane, i)));
+  if (!(normalize512(x, p.norm_weight, p.eps, lane) > 0.0f)) report(p, kFaultRow, window);
+  rotate512(x, angles, lane);
+  store_row512<T::kRow>(p.pool, slot, x, lane);
 }
 
 // S2 and S3 of a warp's slots: the sums of its groups, added pairwise.
@@ -391,7 +329,7 @@ void store128_kernel(const __grid_constant__ StoreParams p) {
   __threadfence();
   if (lane == 0) p.arrived[window] = 0;  // as the next launch expects it
   release_successor();
-  finish_row<T>(p, window, place.entry, slot, lane);
+  if constexpr (T::kRow != Row::fp32) finish_row<T>(p, window, place.entry, slot, lane);
 }
 
 template <class T>

@@ -16,6 +16,10 @@ __device__ __forceinline__ float widen_high(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
 
+__device__ __forceinline__ float component(const float4& x, int i) {
+  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
+
 // Two fp32 numbers rounded to bf16, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);

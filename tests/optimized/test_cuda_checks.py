@@ -99,6 +99,19 @@ def test_bad_store_arguments_are_named(changes: dict[str, object], message: str)
         require_store(**(arguments | changes))  # type: ignore[arg-type]
 
 
+def test_pools_are_aligned_to_the_widest_store_of_a_row() -> None:
+    table = torch.zeros(32, 32, 2)
+    main = StoreWeights.prepare(4, torch.zeros(4, 1024), torch.ones(512), table, 1e-6)
+    aligned = torch.zeros(2 * 4096 + 16, dtype=torch.uint8)
+    given = rows(width=1024)
+    for offset in (0, 16):
+        pages = PagedPool("main-bf16", aligned[offset:][: 2 * 4096].view(2, 4096), 4)
+        require_store(given, given, main, plan(), pages, None)
+    pages = PagedPool("main-bf16", aligned[8:][: 2 * 4096].view(2, 4096), 4)
+    with pytest.raises(ValueError, match=r"pool: starts at .* remainder 8 .* of 16 bytes"):
+        require_store(given, given, main, plan(), pages, None)
+
+
 def test_the_device_is_checked_before_a_launch() -> None:
     with pytest.raises(ValueError, match="kv: on cpu, expected a CUDA device"):
         store(rows(), rows(), weights(), plan(), pool())
