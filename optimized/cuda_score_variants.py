@@ -16,8 +16,8 @@ WGMMA_ROWS = ("bf16", "fp8")
 WGMMA_ARCHITECTURES = ("90a",)
 TILES = {MMA: {"wide": 512, "narrow": 256}, WGMMA: {"c256": 256, "c128": 128, "c64": 64}}
 """By unit: the tiles of its kernels and the head rows that a block of each keeps."""
-TOPK_KINDS = ("small", "rows", "long")
-TOPK_LIMITS = {"small": 512, "rows": 1024, "long": 2048}
+TOPK_KINDS = ("rows", "few", "long")
+TOPK_LIMITS = {"rows": 1024, "few": 1024, "long": 2048}
 """Largest k of each top-k kernel."""
 
 _HEADER = "score_exports.h"
@@ -25,7 +25,7 @@ _ROW_CODE = {"bf16": 0, "fp8": 1, "fp4": 2}
 _KEY_BYTES = {"bf16": 256, "fp8": 132, "fp4": 68}
 _STAGES = {"bf16": 3, "fp8": 4, "fp4": 4}
 _STAGE_KEYS = 128
-_MMA_TOPK_BYTES = {"bf16": 90424, "fp8": 92472, "fp4": 59704}
+_MMA_TOPK_BYTES = {"bf16": 90416, "fp8": 92464, "fp4": 59696}
 _WGMMA_BYTES = {
     ("bf16", "c256"): 231584,
     ("bf16", "c128"): 197776,
@@ -34,9 +34,13 @@ _WGMMA_BYTES = {
     ("fp8", "c128"): 173264,
     ("fp8", "c64"): 104096,
 }
-_WGMMA_TOPK_BYTES = {"bf16": 107144, "fp8": 103080}
-_TOPK_BYTES = {"small": 24952, "rows": 41432, "long": 82584}
-_TOPK_TRAITS = {"small": ("TopkSmall", 128), "rows": ("TopkRows", 256), "long": ("TopkLong", 512)}
+_WGMMA_TOPK_BYTES = {"bf16": 107136, "fp8": 103072}
+_TOPK_BYTES = {"rows": 41424, "few": 41624, "long": 74384}
+_TOPK_TRAITS = {
+    "rows": ("run_topk", "TopkRows", "11topk_kernelINS_10TopkTraitsILi256E"),
+    "few": ("run_topk_cluster", "TopkFew", "19topk_cluster_kernel"),
+    "long": ("run_topk", "TopkLong", "11topk_kernelINS_10TopkTraitsILi512E"),
+}
 
 
 def held_heads(heads: int) -> int:
@@ -160,13 +164,13 @@ def _score_topk(heads: int, row: str, unit: str) -> Variant:
 
 
 def _topk(kind: str) -> Variant:
-    name, (traits, threads) = topk_name(kind), _TOPK_TRAITS[kind]
+    name, (run, traits, symbol) = topk_name(kind), _TOPK_TRAITS[kind]
     shared = _TOPK_BYTES[kind]
     return Variant(
         name=name,
         module="topk",
-        definition=f"NEEDLEPOINT_TOPK({name}, {traits}, {shared})",
-        symbol=f"11topk_kernelINS_10TopkTraitsILi{threads}E",
+        definition=f"NEEDLEPOINT_TOPK({name}, {run}, {traits}, {shared})",
+        symbol=symbol,
         header=_HEADER,
         smem_dynamic=shared,
     )

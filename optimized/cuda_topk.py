@@ -39,8 +39,9 @@ BUDGET_BYTES = 2**30
 _LIST_HEAD_ROWS = 64  # of a block of the fused path
 _NUMBERS = 4096  # scores that a block of the fused path keeps
 _LIST_LIMIT = 2  # spans are at least this many times k long, so that lists are much shorter
-_MAX_COLUMNS = {"small": 40960, "rows": 65536}  # longer rows overflow what a block gathers
-_LONG_ROWS = 132  # fewer rows than this are given a large block each
+_MAX_COLUMNS = {"rows": 65536, "few": 32768}  # longer rows overflow what a block gathers or reads
+_ROUND = 8192  # columns that a block reads at once
+_MANY_ROWS = 132  # fewer rows than this are given more than one small block each
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,9 @@ def _require_pages(pages: PageTable, rows: int) -> dict[str, Tensor]:
 
 
 def topk_kind(rows: int, columns: int, k: int) -> str:
-    """Return which kernel selects: small blocks for many short rows, large ones for the others."""
-    if rows < _LONG_ROWS:
-        return "long"
-    fits = (kind for kind, most in _MAX_COLUMNS.items() if columns <= most)
-    return next((kind for kind in fits if k <= TOPK_LIMITS[kind]), "long")
+    """Return which kernel selects: a small block, a cluster for few rows, else a large block."""
+    kind = "rows" if rows >= _MANY_ROWS or columns <= _ROUND else "few"
+    return kind if k <= TOPK_LIMITS[kind] and columns <= _MAX_COLUMNS[kind] else "long"
 
 
 @dataclass(frozen=True)

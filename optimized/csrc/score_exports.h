@@ -3,7 +3,7 @@
 #pragma once
 
 #include "score_wgmma.cuh"
-#include "topk.cuh"
+#include "topk_cluster.cuh"
 
 namespace needlepoint {
 
@@ -81,7 +81,7 @@ inline ScoreParams score_params(
   }                                                                                                \
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(NAME, NAME)
 
-#define NEEDLEPOINT_TOPK(NAME, TRAITS, SHARED)                                                     \
+#define NEEDLEPOINT_TOPK(NAME, RUN, TRAITS, SHARED)                                                \
   static void NAME(needlepoint::TensorView scores, needlepoint::TensorView limits,                 \
                    needlepoint::TensorView list, needlepoint::TensorView requests,                 \
                    needlepoint::TensorView table, needlepoint::TensorView picks,                   \
@@ -104,6 +104,6 @@ inline ScoreParams score_params(
     p.page_shift = static_cast<int32_t>(page_shift);                                               \
     p.span = static_cast<int32_t>(span);                                                           \
     p.slots = static_cast<int32_t>(slots);                                                         \
-    run_topk<TRAITS>(#NAME, p, scores.device(), overlap);                                          \
+    RUN<TRAITS>(#NAME, p, scores.device(), overlap);                                               \
   }                                                                                                \
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(NAME, NAME)

@@ -42,19 +42,19 @@ template <int kThreads_>
 struct BlockSelect {
   static constexpr int kThreads = kThreads_;
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kWordsEach = 4;
+  static constexpr int kWordsEach = kThreads > 256 ? 2 : 4;
   static constexpr int kWords = kThreads * kWordsEach;  // of one round of the walk
   static constexpr int kColumns = kWords * 32;
   static constexpr int kTableWords = 2 * kWords > kDigits ? 2 * kWords : kDigits;
   static constexpr int kFew = 64;
+  static_assert(kColumns < 1 << 16, "two counts of a round share a word");
 
   struct Shared {
     uint32_t table[kTableWords];  // counts of a digit, or the two bit rows of a round
-    uint2 warp_sums[kWarps];
+    uint32_t warp_sums[kWarps], warp_largest[kWarps];
     uint32_t found[3];            // digit, keys above it, keys in it
     uint32_t few[kFew];           // the keys of a digit
     uint32_t counter;
-    uint32_t smallest, largest;
   };
 
   // Among the threads that select: a block may have others.
@@ -62,76 +62,63 @@ struct BlockSelect {
     asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
   }
 
-  // Sums over the threads before this one; `total` over all. Two sums at once.
-  __device__ static __forceinline__ uint2 before(uint2 own, uint2& total, Shared& shared) {
+  // Sum over the threads before this one; `total` over all. A barrier must lie between two calls.
+  __device__ static __forceinline__ uint32_t before(uint32_t own, uint32_t& total, Shared& shared) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint2 sum = own;
+    uint32_t sum = own;
 #pragma unroll
     for (int step = 1; step < 32; step <<= 1) {
-      const uint32_t x = __shfl_up_sync(0xffffffffu, sum.x, step);
-      const uint32_t y = __shfl_up_sync(0xffffffffu, sum.y, step);
-      if (lane >= step) sum = make_uint2(sum.x + x, sum.y + y);
+      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
     }
     if (lane == 31) shared.warp_sums[warp] = sum;
     sync();
-    uint2 warps = lane < kWarps ? shared.warp_sums[lane] : make_uint2(0, 0);
-#pragma unroll
-    for (int step = 1; step < kWarps; step <<= 1) {
-      const uint32_t x = __shfl_up_sync(0xffffffffu, warps.x, step);
-      const uint32_t y = __shfl_up_sync(0xffffffffu, warps.y, step);
-      if (lane >= step) warps = make_uint2(warps.x + x, warps.y + y);
-    }
-    total.x = __shfl_sync(0xffffffffu, warps.x, kWarps - 1);
-    total.y = __shfl_sync(0xffffffffu, warps.y, kWarps - 1);
-    const uint32_t x = __shfl_sync(0xffffffffu, warps.x, max(warp - 1, 0));
-    const uint32_t y = __shfl_sync(0xffffffffu, warps.y, max(warp - 1, 0));
-    sync();
-    return make_uint2((warp > 0 ? x : 0) + sum.x - own.x, (warp > 0 ? y : 0) + sum.y - own.y);
+    const uint32_t warps = lane < kWarps ? shared.warp_sums[lane] : 0;
+    total = __reduce_add_sync(0xffffffffu, warps);
+    return __reduce_add_sync(0xffffffffu, lane < warp ? warps : 0) + sum - own;
   }
 
   // The smallest key of a source and how many bits its keys need above it.
   template <class Source>
   __device__ static uint2 range(const Source& source, Shared& shared) {
-    if (threadIdx.x == 0) {
-      shared.smallest = 0xffffffffu;
-      shared.largest = 0;
-    }
-    sync();
     uint32_t smallest = 0xffffffffu, largest = 0;
     source.each([&](uint32_t key, uint32_t) {
       smallest = min(smallest, key);
       largest = max(largest, key);
     });
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     smallest = __reduce_min_sync(0xffffffffu, smallest);
     largest = __reduce_max_sync(0xffffffffu, largest);
-    if (threadIdx.x % 32 == 0) {
-      atomicMin(&shared.smallest, smallest);
-      atomicMax(&shared.largest, largest);
+    if (lane == 0) {
+      shared.warp_sums[warp] = smallest;
+      shared.warp_largest[warp] = largest;
     }
     sync();
-    return make_uint2(shared.smallest, 32 - __clz(shared.largest - shared.smallest));
+    smallest = lane < kWarps ? shared.warp_sums[lane] : 0xffffffffu;
+    largest = lane < kWarps ? shared.warp_largest[lane] : 0;
+    smallest = __reduce_min_sync(0xffffffffu, smallest);
+    largest = __reduce_max_sync(0xffffffffu, largest);
+    return make_uint2(smallest, 32 - __clz(largest - smallest));
   }
 
-  // The cut among few keys, by counting for each how many are larger.
+  // The cut among few keys, by counting for each how many are larger. `counter` is 0.
   template <class Source>
   __device__ static Cut find_among_few(
       const Source& source, uint32_t low, uint32_t prefix, int shift, int need, Shared& shared) {
-    if (threadIdx.x == 0) shared.counter = 0;
-    sync();
     source.each([&](uint32_t key, uint32_t) {
       if ((key - low) >> shift == prefix) shared.few[atomicAdd(&shared.counter, 1u)] = key;
     });
     sync();
-    const uint32_t count = shared.counter;
-    if (threadIdx.x < count) {
-      const uint32_t own = shared.few[threadIdx.x];
-      int above = 0, equal = 0;
-      for (uint32_t i = 0; i < count; ++i) {
-        const uint32_t other = shared.few[i];
-        above += other > own;
-        equal += other == own;
-      }
-      if (above < need && need <= above + equal) {  // the same for all equal keys
+    const int count = static_cast<int>(shared.counter), lane = threadIdx.x % 32;
+    const uint32_t first = lane < count ? shared.few[lane] : 0;  // 0 is no number's key
+    const uint32_t second = lane + 32 < count ? shared.few[lane + 32] : 0;
+    for (int i = threadIdx.x / 32; i < count; i += kWarps) {
+      const uint32_t own = shared.few[i];
+      const int above = __popc(__ballot_sync(0xffffffffu, first > own)) +
+                        __popc(__ballot_sync(0xffffffffu, second > own));
+      const int equal = __popc(__ballot_sync(0xffffffffu, first == own)) +
+                        __popc(__ballot_sync(0xffffffffu, second == own));
+      if (lane == 0 && above < need && need <= above + equal) {  // the same for all equal keys
         shared.found[0] = own;
         shared.found[1] = above + equal == need ? 0 : need - above;
       }
@@ -140,52 +127,75 @@ struct BlockSelect {
     return Cut{shared.found[0], static_cast<int>(shared.found[1])};
   }
 
-  // The cut that picks exactly `need` of the source's keys; the source has more than `need`. Keys
-  // lie in [low, low + 2^bits).
+  // The cut that picks exactly `need` of the source's keys, which has more. Keys lie in
+  // [low, low + 2^bits).
   template <class Source>
-  __device__ static Cut find(const Source& source, uint32_t low, int bits, int need, Shared& shared) {
+  __device__ static Cut find(
+      const Source& source, uint32_t low, int bits, int need, Shared& shared) {
+    return find_digits<true>(source, low, bits, need, 0, shared);
+  }
+
+  // A key that `need` of the source's keys reach, and at most `slack` more unless they are equal.
+  template <class Source>
+  __device__ static uint32_t find_roughly(
+      const Source& source, int need, int slack, Shared& shared) {
+    return find_digits<false>(source, 0, 32, need, slack, shared).cut;
+  }
+
+  template <bool kExact, class Source>
+  __device__ static Cut find_digits(
+      const Source& source, uint32_t low, int bits, int need, int slack, Shared& shared) {
+    uint4* table = reinterpret_cast<uint4*>(shared.table);  // by digit, downwards
     uint32_t prefix = 0;
     int shift = bits;
     while (true) {
       const int above_shift = shift;  // the bits from here up are known to be `prefix`
       const int width = min(kDigitBits, shift);
       shift -= width;
-      for (int i = threadIdx.x; i < kDigits; i += kThreads) shared.table[i] = 0;
+#pragma unroll
+      for (int i = 0; i < kDigits / 4; i += kThreads) table[threadIdx.x + i] = uint4{0, 0, 0, 0};
       sync();
       source.each([&](uint32_t key, uint32_t) {
-        const uint32_t offset = key - low;
-        const bool same = above_shift >= 32 || offset >> above_shift == prefix;
-        if (same) atomicAdd(&shared.table[offset >> shift & ((1u << width) - 1)], 1u);
+        const uint32_t offset = key - low, digit = offset >> shift & ((1u << width) - 1);
+        const bool same = __funnelshift_rc(offset, 0, above_shift) == prefix;  // shifts by 32 also
+        if (same) atomicAdd(&shared.table[digit ^ (kDigits - 1)], 1u);
       });
       sync();
-      constexpr int kEach = kDigits / kThreads;
-      const uint32_t* counts = shared.table + kDigits - 1 - threadIdx.x * kEach;  // downwards
-      uint32_t sum = 0;
+      constexpr int kEach = kDigits / kThreads / 4;  // vectors of a thread
+      uint32_t sum = 0, total;
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) sum += counts[-i];
-      uint2 total;
-      uint32_t above = before(make_uint2(sum, 0), total, shared).x;
+      for (int i = 0; i < kEach; ++i) {
+        const uint4 four = table[threadIdx.x * kEach + i];
+        sum += four.x + four.y + four.z + four.w;
+      }
+      uint32_t above = before(sum, total, shared);
       const uint32_t wanted = static_cast<uint32_t>(need);
       if (above < wanted && wanted <= above + sum) {
 #pragma unroll 1
-        for (int i = 0; i < kEach; ++i) {
-          const uint32_t own = counts[-i];
-          if (above < wanted && wanted <= above + own) {
-            shared.found[0] = kDigits - 1 - (threadIdx.x * kEach + i);
-            shared.found[1] = above;
-            shared.found[2] = own;
+        for (int i = threadIdx.x * kEach; i < (threadIdx.x + 1) * kEach; ++i) {
+          const uint4 four = table[i];
+          const uint32_t counts[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if (above < wanted && wanted <= above + counts[j]) {
+              shared.found[0] = kDigits - 1 - (4 * i + j);
+              shared.found[1] = above;
+              shared.found[2] = counts[j];
+            }
+            above += counts[j];
           }
-          above += own;
         }
+        shared.counter = 0;
       }
       sync();
-      prefix = width == 32 ? shared.found[0] : prefix << width | shared.found[0];
+      prefix = prefix << width | shared.found[0];
       need -= static_cast<int>(shared.found[1]);
       const int count = static_cast<int>(shared.found[2]);
-      sync();
-      if (count == need) return Cut{low + (prefix << shift), 0};
+      if (count <= need + slack) return Cut{low + (prefix << shift), 0};
       if (shift == 0) return Cut{low + prefix, need};
-      if (count <= kFew) return find_among_few(source, low, prefix, shift, need, shared);
+      if constexpr (kExact) {
+        if (count <= kFew) return find_among_few(source, low, prefix, shift, need, shared);
+      }
     }
   }
 
@@ -201,16 +211,16 @@ struct BlockSelect {
       source.mark(base, cut, strict, ties);
       sync();
       uint32_t s[kWordsEach], t[kWordsEach];
-      uint2 own = make_uint2(0, 0), total;
+      uint32_t own = 0, total;  // strict ones, and ties from bit 16 on
 #pragma unroll
       for (int i = 0; i < kWordsEach; ++i) {
         s[i] = strict[threadIdx.x * kWordsEach + i];
         t[i] = ties[threadIdx.x * kWordsEach + i];
-        own = make_uint2(own.x + __popc(s[i]), own.y + __popc(t[i]));
+        own += __popc(s[i]) + (__popc(t[i]) << 16);
       }
-      const uint2 first = before(own, total, shared);
-      uint32_t tie = ties_done + first.y;
-      uint32_t place = strict_done + first.x + min(tie, wanted);
+      const uint32_t first = before(own, total, shared);
+      uint32_t tie = ties_done + (first >> 16);
+      uint32_t place = strict_done + (first & 0xffffu) + min(tie, wanted);
 #pragma unroll
       for (int i = 0; i < kWordsEach; ++i) {
         const int column = base + (threadIdx.x * kWordsEach + i) * 32;
@@ -220,8 +230,8 @@ struct BlockSelect {
           emit(static_cast<int>(place++), column + __ffs(bits) - 1);
         }
       }
-      strict_done += total.x;
-      ties_done += total.y;
+      strict_done += total & 0xffffu;
+      ties_done += total >> 16;
       sync();
     }
   }
@@ -252,31 +262,6 @@ struct RowSource {
         ties[word] = t;
       }
     }
-  }
-};
-
-// Keys and columns gathered in shared memory, in any order.
-template <class Select>
-struct ListSource {
-  const uint32_t* keys;
-  const uint32_t* columns;
-  int count;
-
-  template <class F>
-  __device__ __forceinline__ void each(const F& f) const {
-    for (int i = threadIdx.x; i < count; i += Select::kThreads) f(keys[i], columns[i]);
-  }
-
-  __device__ __forceinline__ void mark(
-      int base, const Cut& cut, uint32_t* strict, uint32_t* ties) const {
-    for (int i = threadIdx.x; i < Select::kWords; i += Select::kThreads) strict[i] = ties[i] = 0;
-    Select::sync();
-    each([&](uint32_t key, uint32_t column) {
-      const uint32_t place = column - base;
-      if (place >= static_cast<uint32_t>(Select::kColumns)) return;
-      if (cut.strict(key)) atomicOr(&strict[place / 32], 1u << place % 32);
-      if (cut.tie(key)) atomicOr(&ties[place / 32], 1u << place % 32);
-    });
   }
 };
 

@@ -213,8 +213,10 @@ def test_bad_topk_arguments_are_named() -> None:
 
 
 def test_the_kernel_fits_the_rows() -> None:
-    assert topk_kind(64, 32768, 512) == "long"
-    assert topk_kind(4096, 32768, 512) == "small"
+    assert topk_kind(64, 8192, 512) == "rows"
+    assert topk_kind(64, 32768, 1024) == "few"
+    assert topk_kind(64, 32768, 2048) == "long"
+    assert topk_kind(64, 65537, 512) == "long"
     assert topk_kind(4096, 32768, 1024) == "rows"
     assert topk_kind(4096, 32768, 2048) == "long"
     assert topk_kind(4096, 2**20, 512) == "long"

@@ -25,7 +25,7 @@ pytestmark = [
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 PATHS = [(row, MMA) for row in SCORE_ROWS] + [(row, WGMMA) for row in WGMMA_ROWS if HOPPER]
-ROWS = {"few": 3, "many": 200}  # one large block a row, small blocks
+ROWS = {"few": 3, "many": 200}  # a cluster of blocks a row if it is long, one block a row
 
 
 def draw(kind: str, rows: int, columns: int, seed: int) -> Tensor:
@@ -53,6 +53,8 @@ def draw(kind: str, rows: int, columns: int, seed: int) -> Tensor:
         return x
     if kind == "wide":
         return x * torch.exp2(20 * x)
+    if kind == "narrow":  # the first digits of a key say nothing
+        return 100 + x / 1000
     return x
 
 
@@ -95,6 +97,7 @@ KINDS = (
     "falling",
     "spike",
     "wide",
+    "narrow",
 )
 
 
