@@ -115,9 +115,9 @@ class StorePlan:
     page_size
         Rows a page that ``slots`` were made for.
     workspace
-        int32: what the blocks of a window pass to one another at ratio 128, 512 words and a count
-        of zero a window; empty on the CPU and at ratio 4. Launches leave the counts at zero; two at
-        the same time must not share it.
+        int32: what the blocks of a window pass to one another at ratio 128, 512 words a window;
+        empty on the CPU and at ratio 4. A word of -1 says that nothing is there yet, which is also
+        how a launch leaves it; two at the same time must not share it.
     """
 
     ratio: int
@@ -142,13 +142,13 @@ class StorePlan:
             segments=self.segments.to(device),
             slots=self.slots.to(device),
             writes=self.writes.to(device),
-            workspace=torch.zeros(words, dtype=torch.int32, device=device),
+            workspace=torch.full((words,), -1, dtype=torch.int32, device=device),
         )
 
     @property
     def workspace_words(self) -> int:
         """Words that ``workspace`` must have for a launch."""
-        return (512 + 1) * self.slots.shape[0] if self.ratio == 128 else 0
+        return 512 * self.slots.shape[0] if self.ratio == 128 else 0
 
     def padded(self, slots: int, writes: int) -> StorePlan:
         """Return the plan with skipped entries added, as a captured graph of fixed size needs it.
@@ -172,7 +172,7 @@ class StorePlan:
             writes=pad(self.writes, (0, 0, 0, kept), value=-1),
         )
         words = padded.workspace_words if self.workspace.numel() else 0
-        return replace(padded, workspace=self.workspace.new_zeros(words))
+        return replace(padded, workspace=self.workspace.new_full((words,), -1))
 
 
 def plan_store(

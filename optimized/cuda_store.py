@@ -181,7 +181,8 @@ def store(
         the launch and raises.
     overlap
         Whether the launch may overlap with its neighbours in the stream (programmatic dependent
-        launch).
+        launch). A kernel that writes the plan or the weights and is followed by this launch must
+        then not release it early; copies of torch do not.
 
     Returns
     -------

@@ -23,6 +23,7 @@ _CPP_INPUT = {"fp32": "float", "bf16": "bf16"}
 _MANGLED_INPUT = {"fp32": "f", "bf16": "13__nv_bfloat16"}
 _CPP_ROW = {"bf16": "bf16", "fp8": "fp8", "fp4": "fp4", "584": "packed584", "fp32": "fp32"}
 _ROW_CODE = {"bf16": 0, "fp8": 1, "fp4": 2, "584": 3, "fp32": 4}
+_STAGE_R128 = {"fp32": 2**16, "bf16": 2**15}  # kv and score of a block's slice of a window
 _STEPS = ("norm", "rope", "hadamard", "store")
 
 
@@ -102,6 +103,7 @@ def _store(mode: str, ratio: int, head_dim: int, inputs: str, row: str) -> Varia
             f"11StoreTraitsILi{ratio}ELi{head_dim}E{_MANGLED_INPUT[inputs]}"
             f"LNS_3RowE{_ROW_CODE[row]}ELNS_4ModeE{MODES.index(mode)}EE"
         ),
+        smem_dynamic=_STAGE_R128[inputs] if ratio == 128 else 0,
     )
 
 

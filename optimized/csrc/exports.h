@@ -2,6 +2,7 @@
 // checked by needlepoint.optimized.cuda_checks; what is read here is their addresses and extents.
 #pragma once
 
+#include "decode4.cuh"
 #include "query.cuh"
 #include "steps.cuh"
 #include "store.cuh"
@@ -47,14 +48,15 @@ inline StoreParams store_params(
   p.eps = static_cast<float>(eps);
   p.score_small = static_cast<float>(score_small);
   p.faults = static_cast<int32_t*>(faults.data_ptr());
-  p.pooled = static_cast<float*>(workspace.data_ptr());
-  p.arrived = static_cast<int32_t*>(workspace.data_ptr()) + 512 * slots.size(0);
+  p.pooled = static_cast<uint32_t*>(workspace.data_ptr());
   return p;
 }
 
 template <class T>
 void run_store(const char* name, const StoreParams& p, DLDevice device, bool overlap) {
-  if constexpr (T::kRatio == 4) {
+  if constexpr (T::kRatio == 4 && T::kMode == Mode::decode) {
+    run_decode4<T>(name, p, device, overlap);
+  } else if constexpr (T::kRatio == 4) {
     run_store4<T>(name, p, device, overlap);
   } else {
     run_store128<T>(name, p, device, overlap);

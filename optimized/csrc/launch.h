@@ -20,8 +20,10 @@ inline void check_cuda(cudaError_t status, const char* kernel) {
 
 // Launches on the caller's current stream. `overlap` allows the next kernel of the stream to be
 // scheduled while this one drains (programmatic dependent launch). Every kernel here waits for its
-// predecessor before the first access to memory. It releases its successor when its own reads are
-// over: released at once, the blocks of short launches that follow each other crowd some SMs.
+// predecessor before it reads what kernels write: tokens, state, what blocks pass to one another.
+// Plans and weights may be read ahead of that: they were there before, or a kernel wrote them that
+// releases nothing early. Prefill at ratio 4 releases its successor when its own reads are over:
+// released at once, the blocks of short launches that follow each other crowd some SMs.
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), const Params& params, dim3 grid, int block,
             DLDevice device, bool overlap) {
@@ -37,6 +39,14 @@ void launch(const char* name, void (*kernel)(Params), const Params& params, dim3
   config.attrs = &attribute;
   config.numAttrs = overlap ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), name);
+}
+
+// Multiprocessors of a device.
+inline int multiprocessors(DLDevice device) {
+  int count = 0;
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device.device_id),
+             "cudaDeviceGetAttribute");
+  return count;
 }
 
 __device__ __forceinline__ void wait_for_predecessor() {

@@ -61,10 +61,9 @@ struct StoreParams {
   // Scores below it, wherever they stand, keep the precondition, and no weight reaches S2's clamp.
   float score_small;
   int32_t* faults;   // [2]
-  // Ratio 128: pooled rows [windows, 512] on their way to the block that finishes each, and how many
-  // of a row's blocks have arrived. The counts are zero before and after a launch.
-  float* pooled;
-  int32_t* arrived;
+  // Ratio 128: pooled rows [windows, 512] on their way to the block that finishes each. Words that
+  // are not there yet are kAbsent, which is also what a launch leaves behind.
+  uint32_t* pooled;
 };
 
 }  // namespace needlepoint

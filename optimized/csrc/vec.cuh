@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "arith.cuh"
 
@@ -100,7 +101,37 @@ __device__ __forceinline__ Raw4<bf16> stream4(const bf16* source) {
   return out;
 }
 
-// Two channels, for ratio 128.
+// One channel.
+template <class Element>
+struct Raw1;
+
+template <>
+struct Raw1<float> {
+  float bits;
+  __device__ __forceinline__ float operator[](int) const { return bits; }
+  __device__ __forceinline__ void raise(Peak<float>& peak) const { peak.add(bits); }
+};
+
+template <>
+struct Raw1<bf16> {
+  uint16_t bits;
+  __device__ __forceinline__ float operator[](int) const { return widen_low(bits); }
+  __device__ __forceinline__ void raise(Peak<bf16>& peak) const { peak.add(bits); }
+};
+
+__device__ __forceinline__ Raw1<float> stream1(const float* source) {
+  Raw1<float> out;
+  asm volatile("ld.global.L1::no_allocate.f32 %0, [%1];" : "=f"(out.bits) : "l"(source) : "memory");
+  return out;
+}
+
+__device__ __forceinline__ Raw1<bf16> stream1(const bf16* source) {
+  Raw1<bf16> out;
+  asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];" : "=h"(out.bits) : "l"(source) : "memory");
+  return out;
+}
+
+// Two channels.
 template <class Element>
 struct Raw2;
 
@@ -139,6 +170,19 @@ __device__ __forceinline__ Raw2<bf16> stream2(const bf16* source) {
                : "l"(source)
                : "memory");
   return out;
+}
+
+// One or two channels.
+template <class Element, int kChannels>
+using Raw = std::conditional_t<kChannels == 1, Raw1<Element>, Raw2<Element>>;
+
+template <int kChannels, class Element>
+__device__ __forceinline__ Raw<Element, kChannels> stream(const Element* source) {
+  if constexpr (kChannels == 1) {
+    return stream1(source);
+  } else {
+    return stream2(source);
+  }
 }
 
 // All loads before this point are issued before it; nothing waits for them here. Without it the
@@ -183,6 +227,29 @@ __device__ __forceinline__ int4 early4(const void* source) {
   return out;
 }
 
+// One, two or four numbers, likewise.
+template <int kCount>
+__device__ __forceinline__ void early(float (&out)[kCount], const float* source) {
+  if constexpr (kCount == 1) {
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(out[0]) : "l"(source) : "memory");
+  } else if constexpr (kCount == 2) {
+    asm volatile("ld.global.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(out[0]), "=f"(out[1])
+                 : "l"(source)
+                 : "memory");
+  } else {
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
+                 : "l"(source)
+                 : "memory");
+  }
+}
+
+// Brings a row into L2, where another kernel may still write it: a hint, not a read.
+__device__ __forceinline__ void prefetch_row(const void* row, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
+}
+
 // A small read into shared memory that no register waits for. It is there, for this thread, after
 // wait_copies().
 template <int kBytes>
@@ -190,6 +257,13 @@ __device__ __forceinline__ void copy_async(void* target, const void* source) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(target));
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(source), "n"(kBytes)
                : "memory");
+}
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int kYoungest>
+__device__ __forceinline__ void wait_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kYoungest) : "memory");
 }
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

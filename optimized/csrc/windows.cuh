@@ -26,10 +26,11 @@ __device__ __forceinline__ int find_segment(const StoreParams& p, int number) {
   return low;
 }
 
-// False if there is no such window: padding of a captured graph, or a decode step that ends none.
+// The window of a number from its segment. False if there is no such window: padding of a captured
+// graph, or a decode step that ends none.
 template <class T>
-__device__ __forceinline__ bool find_window(const StoreParams& p, int number, Window& window) {
-  const int index = T::kMode == Mode::decode ? number : find_segment(p, number);
+__device__ __forceinline__ bool window_of_segment(
+    const StoreParams& p, int index, int number, Window& window) {
   const Segment* own = p.segments + index;
   const int4 low = early4(own), high = early4(&own->behind);
   const int step = T::kMode == Mode::decode ? 0 : number - low.x;
@@ -40,6 +41,12 @@ __device__ __forceinline__ bool find_window(const StoreParams& p, int number, Wi
   window.state_base = high.y;
   window.state_slot = high.z + step * T::kRatio;
   return true;
+}
+
+template <class T>
+__device__ __forceinline__ bool find_window(const StoreParams& p, int number, Window& window) {
+  const int index = T::kMode == Mode::decode ? number : find_segment(p, number);
+  return window_of_segment<T>(p, index, number, window);
 }
 
 // Element offset in the state of a window's slot: part 0 is kv, part 1 score.
