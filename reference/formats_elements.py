@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 16  # elements; keeps the temporaries of one step in the cache
+_CARD_CHUNK = 1 << 25  # the same on a card, where steps should be few
 
 
 class Ties(Enum):
@@ -232,9 +233,10 @@ def _encode(x: Tensor, element: Element, ties: Ties) -> Tensor:
     require_float(x, f"{element.name}_encode")
     flat = x.reshape(-1)
     codes = torch.empty(flat.shape, dtype=torch.uint8, device=x.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK]
-        codes[start : start + _CHUNK] = _encode_part(part, element, ties)
+    chunk = _CHUNK if flat.device.type == "cpu" else _CARD_CHUNK
+    for start in range(0, flat.numel(), chunk):
+        part = flat[start : start + chunk]
+        codes[start : start + chunk] = _encode_part(part, element, ties)
     if bool(torch.isnan(x).any()):
         where = first_index(torch.isnan(x))
         raise ValueError(f"{element.name}_encode: value at index {where} is NaN, expected a number")

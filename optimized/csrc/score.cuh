@@ -350,7 +350,7 @@ __device__ __forceinline__ void score_keys(
   int stage = 0, refill = T::kStages - 1;
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
-    wait_for_copies<T::kStages - 2>();
+    wait_copies_but<T::kStages - 2>();
     __syncthreads();
     if (tile + T::kStages - 1 < tiles) loader.fill(refill, tile + T::kStages - 1);
     commit_copies();

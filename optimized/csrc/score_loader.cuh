@@ -58,13 +58,13 @@ class Loader {
   __device__ __forceinline__ void close_stage() {
     commit_copies();
     if (++opened_ - handed_over_ <= T::kLag) return;
-    wait_for_copies<T::kLag>();
+    wait_copies_but<T::kLag>();
     fence_for_matrix_unit();
     hand_over();
   }
 
   __device__ __forceinline__ void hand_over_all() {
-    wait_for_copies<0>();
+    wait_copies_but<0>();
     fence_for_matrix_unit();
 #pragma unroll 1
     while (handed_over_ < opened_) hand_over();

@@ -57,15 +57,6 @@ __device__ __forceinline__ void copy_async(uint32_t target, const uint8_t* sourc
   }
 }
 
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // One warp's part of filling stages: up to 32 consecutive keys in blocks of eight, each within one
 // page. Lane l looks up the page of key l.
 template <class T>
