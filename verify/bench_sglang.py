@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,13 +50,16 @@ class SglangKernels:
 
 
 def find_sglang() -> Path:
-    """Return the folder of an installed SGLang without importing it.
+    """Return the folder of an installed SGLang without importing it, or of the one that is loaded.
 
     Raises
     ------
     ValueError
         If it is not installed.
     """
+    loaded = sys.modules.get("sglang")
+    if loaded is not None and loaded.__spec__ is None:  # a bare namespace of load_sglang
+        return Path(loaded.__path__[0])
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
@@ -65,8 +69,9 @@ def find_sglang() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+@cache
 def load_sglang(root: Path) -> SglangKernels:
-    """Import SGLang's kernels from a package folder.
+    """Import SGLang's kernels from a package folder, once.
 
     Parameters
     ----------

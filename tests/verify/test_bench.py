@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +227,50 @@ def test_measuring_nothing_is_refused() -> None:
 def test_a_folder_without_sglang_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no SGLang 0\.5\.23 kernels"):
         load_sglang(tmp_path)
+
+
+def sglang_folder(root: Path, compress: str = "") -> Path:
+    """Write a package with the files that are looked for, and return its folder."""
+    root /= "sglang"
+    kernels = root / "kernels" / "jit" / "csrc" / "deepseek_v4"
+    modules = root / "kernels" / "ops" / "attention" / "dsv4"
+    for folder in (kernels, modules):
+        folder.mkdir(parents=True)
+    (kernels / "c4_v2.cuh").touch()
+    for name in ("__init__.py", "norm_rope.py"):
+        (modules / name).touch()
+    (modules / "compress.py").write_text(compress)
+    return root
+
+
+def in_a_process(code: str) -> str:
+    """Run Python code of its own: what is loaded stays loaded."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_several_candidates_share_one_sglang(tmp_path: Path) -> None:
+    root = sglang_folder(tmp_path)
+    out = in_a_process(
+        "from pathlib import Path\n"
+        "from needlepoint.verify.bench_sglang import find_sglang, load_sglang\n"
+        f"first = load_sglang(Path({str(root)!r}))\n"
+        "assert load_sglang(find_sglang()) is first\n"
+        "print(find_sglang())"
+    )
+    assert out.strip() == str(root)
+
+
+def test_a_package_that_sglang_needs_is_named(tmp_path: Path) -> None:
+    root = sglang_folder(tmp_path, "import not_there_at_all")
+    out = in_a_process(
+        "from pathlib import Path\n"
+        "from needlepoint.verify.bench_sglang import load_sglang\n"
+        f"try: load_sglang(Path({str(root)!r}))\n"
+        "except ValueError as error: print(error)"
+    )
+    assert "need the package not_there_at_all" in out
+    assert "`pip install not_there_at_all`" in out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from needlepoint.optimized.select import select_topk
 from needlepoint.verify.score_goldens import K, given, golden_case, main, record, replay
 
 FORMATS = ("bf16", "fp8", "fp4")
+FILES = sorted((Path(__file__).parent / "data" / "score_goldens").glob("*.safetensors"))
 
 
 def recording() -> dict[str, Tensor]:
@@ -22,6 +26,28 @@ def recording() -> dict[str, Tensor]:
         tensors[f"{row}.mma.scores"] = found
         tensors[f"{row}.mma.picks"] = select_topk(found, case.limits, K)
     return tensors
+
+
+def test_there_is_a_recording() -> None:
+    assert [path.stem for path in FILES] == ["h200"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_a_card_scored_and_picked_is_admitted(path: Path) -> None:
+    with safe_open(path, framework="pt") as file:
+        facts = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+
+    assert replay(tensors) == []
+    assert {name.removesuffix(".scores") for name in tensors if name.endswith(".scores")} == {
+        "bf16.mma",
+        "bf16.wgmma",
+        "fp8.mma",
+        "fp8.wgmma",
+        "fp4.mma",
+    }
+    assert facts.keys() >= {"card", "architecture", "torch", "date", "sources"}
+    assert path.stat().st_size < 400 * 1024
 
 
 def test_scores_of_the_same_bytes_are_admitted() -> None:
