@@ -9,8 +9,9 @@ from torch import Tensor
 
 from needlepoint.optimized.interface import CandidateInfo
 from needlepoint.verify.cost import CostTally, cache_bytes_per_token, contract_cost
+from needlepoint.verify.layer_outcome import LayerOutcome
 from needlepoint.verify.layer_results import uncompressed_layer
-from needlepoint.verify.layer_run import CONTRACT_NAMES, LayerOutcome
+from needlepoint.verify.layer_run import CONTRACT_NAMES
 from needlepoint.verify.profiles import profile_of
 from needlepoint.verify.recall_run import Gathered, join
 from needlepoint.verify.recall_verify import input_recall

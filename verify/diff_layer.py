@@ -21,8 +21,8 @@ from needlepoint.verify.cost import CostTally, key_error
 from needlepoint.verify.diff_pair import LayerPair, given_errors, require_same_constants
 from needlepoint.verify.diff_selection import same_selection, selection_errors
 from needlepoint.verify.key_side import StageErrors
+from needlepoint.verify.layer_outcome import LayerOutcome
 from needlepoint.verify.layer_results import layer_result
-from needlepoint.verify.layer_run import LayerOutcome
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.observed_judge import Judgement, judge_observed
 from needlepoint.verify.result import DIFFER, LayerResult, StageResult, WorstRow

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from needlepoint.optimized.interface import MAIN, LayerInputs, StageKey
 from needlepoint.verify.blame import with_inputs
-from needlepoint.verify.layer_run import LayerOutcome
+from needlepoint.verify.layer_outcome import LayerOutcome
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.picks_result import topk_result
 from needlepoint.verify.result import LayerResult, StageResult

@@ -7,7 +7,7 @@ the right answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ from needlepoint.verify.given import GivenLayer, given_layer
 from needlepoint.verify.heap import give_back
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.key_side import StageErrors
+from needlepoint.verify.layer_outcome import LayerOutcome
 from needlepoint.verify.limits import Limits
 from needlepoint.verify.observed_judge import (
     has_query_side,
@@ -39,15 +40,13 @@ from needlepoint.verify.observed_judge import (
     judge_keys,
     read_layer_rows,
 )
-from needlepoint.verify.placement import CARD_BUDGET_BYTES, CPU, on, placed
+from needlepoint.verify.placement import CARD_BUDGET_BYTES, CPU, observed_on, on, placed
 from needlepoint.verify.profile_side import KeyReferences, ProfileSide
 from needlepoint.verify.profiles import profile_of
 from needlepoint.verify.progress import Progress
 from needlepoint.verify.query_reference import RotatedQueries
 from needlepoint.verify.query_side import BlockJudgement, QueryJudge
-from needlepoint.verify.result_swap import SwapResult
 from needlepoint.verify.row_errors import RowErrors
-from needlepoint.verify.selection import PickErrors
 from needlepoint.verify.stage_blocks import BUDGET_BYTES, Block, query_blocks
 from needlepoint.verify.stored_rows import StoredRows, replayable
 from needlepoint.verify.swap import SwapTally
@@ -56,42 +55,6 @@ from needlepoint.verify.workers import Workers, workers
 _HEAP_BLOCKS = 8  # of queries; giving memory back costs a little
 
 CONTRACT_NAMES = ("exact", "bf16", "official")
-
-
-@dataclass(frozen=True)
-class LayerOutcome:
-    """What one layer says of one candidate.
-
-    Attributes
-    ----------
-    layer, ratio
-        Layer and its compression ratio.
-    errors
-        Row errors of each compared stage.
-    picks
-        Swaps against the profile's reference; None where there are no picks.
-    costs
-        Cost against each contract, by name.
-    attention
-        Relative errors of the attention output; None where nothing was attended.
-    entry_bytes
-        Bytes that one entry of the layer takes over its pools.
-    peak_transient_bytes, path_taken
-        As the candidate reported.
-    swap
-        Shares of the stages in the end of the layer; None where nothing was swapped.
-    """
-
-    layer: int
-    ratio: int
-    errors: Mapping[StageKey, StageErrors]
-    picks: PickErrors | None
-    costs: Mapping[str, CostTally]
-    attention: RowErrors | None
-    entry_bytes: float
-    peak_transient_bytes: int
-    path_taken: str
-    swap: SwapResult | None = None
 
 
 @dataclass
@@ -218,7 +181,7 @@ class LayerRun:
         with blamed(name, self._layer):
             with on(CPU):
                 rows = read_layer_rows(self.given, observed)
-            stored, observed = placed(rows, self._device), self._moved(observed)
+            stored, observed = placed(rows, self._device), observed_on(observed, self._device)
             errors = judge_keys(observed, stored, profile.keys)
         judge = None
         if profile.query is not None and has_query_side(observed):
@@ -229,20 +192,6 @@ class LayerRun:
         if swap:
             tally.swap = SwapTally(given, profile, observed, stored)
         return tally
-
-    def _moved(self, observed: Observed) -> Observed:
-        """Return what was observed where it is judged; pages are read on the CPU."""
-        moved = placed(replace(observed, stored={}), self._device)
-        reader = observed.scores
-        if reader is None:
-            return replace(moved, stored=observed.stored)
-
-        def scores(request: int, start: int, stop: int) -> Tensor:
-            with on(CPU):  # code of the candidate
-                found = reader(request, start, stop)
-            return found.to(self._device)
-
-        return replace(moved, stored=observed.stored, scores=scores)
 
     def _judge_blocks(
         self,

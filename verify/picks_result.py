@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from needlepoint.verify.layer_run import LayerOutcome
+from needlepoint.verify.layer_outcome import LayerOutcome
 from needlepoint.verify.result import Swaps, TopkResult
 from needlepoint.verify.selection import Swap
 from needlepoint.verify.spread import finite

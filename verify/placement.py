@@ -15,6 +15,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.interface import Observed
+
 Value = TypeVar("Value")
 
 CPU = "cpu"
@@ -77,3 +79,21 @@ def placed(value: Value, device: str) -> Value:
     if isinstance(value, list | tuple):
         return cast(Value, type(value)(new.values()))
     return cast(Value, replace(cast(Any, value), **new))
+
+
+def observed_on(observed: Observed, device: str) -> Observed:
+    """Return what a candidate returned where it is judged; pages are read on the CPU and stay.
+
+    Its score reader is code of the candidate and keeps making tensors on the CPU.
+    """
+    moved = replace(placed(replace(observed, stored={}), device), stored=observed.stored)
+    reader = observed.scores
+    if reader is None:
+        return moved
+
+    def scores(request: int, start: int, stop: int) -> Tensor:
+        with on(CPU):
+            found = reader(request, start, stop)
+        return found.to(device)
+
+    return replace(moved, scores=scores)

@@ -110,10 +110,7 @@ class PickErrors:
         return self._any((Swap.SELECTOR, Swap.UNKNOWN))
 
     def _any(self, kinds: Sequence[Swap]) -> Tensor:
-        found = self.invalid > 0
-        for kind in kinds:
-            found = found | (self.counts[:, kind] > 0)
-        return found
+        return (self.invalid > 0) | torch.stack([self.counts[:, k] > 0 for k in kinds]).any(0)
 
     def gaps(self) -> Tensor:
         """Return the gap of every justified swap that is no tie, in units of its bound."""
