@@ -19,8 +19,9 @@ TORCH_INDEX := $(if $(INDEX),--index-url $(INDEX),)
 verify: $(VENV)/.installed
 	$(BIN)/needlepoint verify
 
+# One thread a test process: two processes with two threads each wait for each other on two cores.
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term
 	@$(NVCC) || echo "not run: make kernels (every CUDA variant compiled for every architecture): no nvcc here"
 
 lint: $(VENV)/.installed
