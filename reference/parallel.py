@@ -41,7 +41,8 @@ def for_each_block(work: Callable[[int], None], blocks: int) -> None:
 def sized(core: int, card: int) -> int:
     """Return the size of a block: what suits a core's cache, or a card's launches.
 
-    Sizes are those of memory alone; none of them may change a result.
+    Rows do not depend on it, but for the last bits of fp32 products, whose sums a library may order
+    by the shape of a block.
     """
     return card if _on_card() else core
 

@@ -50,7 +50,7 @@ Device = Annotated[
     str,
     typer.Option(
         metavar="cpu|cuda",
-        help="Where the reference runs, and the built-in candidates where none is named.",
+        help="Where verify runs the reference, and which built-in candidates run unless named.",
     ),
 ]
 LimitsFile = Annotated[
