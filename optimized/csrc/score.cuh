@@ -118,6 +118,21 @@ struct ToGlobal {
   __device__ __forceinline__ void put(int first, int row, int column, float score) const {
     if (column < p.columns) p.out[(first + row) * p.out_stride + column] = score;
   }
+
+  // Columns [begin, end) of a row that does not see them, by `threads` threads; begin is a multiple
+  // of 4.
+  __device__ __forceinline__ void hide(int first, int row, int begin, int end, int threads) const {
+    float* out = p.out + (first + row) * p.out_stride;
+    int column = begin + threadIdx.x;
+    if (reinterpret_cast<uint64_t>(out) % 16 == 0) {
+      const float4 hidden = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+      for (int i = begin + 4 * threadIdx.x; i + 4 <= end; i += 4 * threads) {
+        *reinterpret_cast<float4*>(out + i) = hidden;
+      }
+      column = max(begin, end / 4 * 4) + threadIdx.x;
+    }
+    for (; column < end; column += threads) out[column] = -INFINITY;
+  }
 };
 
 // The keys of a block against the query rows of a warp.
@@ -379,9 +394,7 @@ __global__ __launch_bounds__(T::kWarps * 32, T::kResident) void score_kernel(
   if (begin < stop) score_keys<T>(p, group, begin, stop, sink, shared);
   const int scored = begin < stop ? min(begin + (stop - begin + 31) / 32 * 32, end) : begin;
   for (int row = 0; row < group.count; ++row) {
-    for (int column = scored + threadIdx.x; column < end; column += T::kWarps * 32) {
-      sink.put(group.row, row, column, -INFINITY);
-    }
+    sink.hide(group.row, row, scored, end, T::kWarps * 32);
   }
 }
 

@@ -11,8 +11,10 @@ class Loader {
   __device__ __forceinline__ Loader(const ScoreParams& p, const Ring<T>& ring)
       : p_(p), ring_(ring) {}
 
-  // Brings a piece of work that has keys.
-  __device__ __forceinline__ void bring(const ScorePiece& piece) {
+  // Brings a piece of work that has keys. What else is to be done is done behind its first stage:
+  // between two pieces stages would run out.
+  template <class Else>
+  __device__ __forceinline__ void bring(const ScorePiece& piece, const Else& other) {
     open_buffer(piece);
     bring_queries(piece);
     KeyLoader<T> keys(p_, piece.request, piece.begin, piece.stop, ring_.shared);
@@ -22,6 +24,7 @@ class Loader {
       open_stage();
       keys.fill(opened_ % T::kStages, tile);
       close_stage();
+      if (tile == 0) other();
     }
   }
 
@@ -77,19 +80,30 @@ class Loader {
 
   // Query rows, weights and limits; padding heads are zero, padding rows repeat.
   __device__ __forceinline__ void bring_queries(const ScorePiece& piece) const {
-    constexpr int kPieces = T::kRowBytes / 16;
-    const int thread = threadIdx.x;
+    constexpr int kPieces = T::kRowBytes / 16, kStep = 128 / kPieces;  // columns copied at once
+    static_assert(kStep % 8 == 0, "whole swizzled blocks");
+    const int thread = threadIdx.x, part = thread % kPieces;
     const uint32_t queries = ring_.queries(buffer_), weights = ring_.weights(buffer_);
+    const uint32_t place = queries + T::query_place(thread / kPieces, part);
+    if (p_.heads == T::kHeads && piece.count * T::kHeads == T::kColumns) {
+      const int64_t column = static_cast<int64_t>(piece.row) * T::kHeads + thread / kPieces;
+      const uint8_t* source = p_.queries + column * T::kRowBytes + part * 16;
+#pragma unroll 4
+      for (int i = 0; i < T::kColumns; i += kStep) {
+        copy_async<16>(place + i * 128, source + i * T::kRowBytes);
+      }
+    } else {
 #pragma unroll 1
-    for (int i = thread; i < T::kColumns * kPieces; i += 128) {
-      const int column = i / kPieces, head = column % T::kHeads;
-      const int64_t row = piece.row + min(column / T::kHeads, piece.count - 1);
-      const uint32_t target = queries + T::query_place(column, i % kPieces);
-      if (head < p_.heads) {
-        copy_async<16>(target,
-                       p_.queries + (row * p_.heads + head) * T::kRowBytes + i % kPieces * 16);
-      } else {
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(target), "r"(0) : "memory");
+      for (int i = 0; i < T::kColumns; i += kStep) {
+        const int column = thread / kPieces + i, head = column % T::kHeads;
+        const int64_t row = piece.row + min(column / T::kHeads, piece.count - 1);
+        if (head < p_.heads) {
+          copy_async<16>(place + i * 128,
+                         p_.queries + (row * p_.heads + head) * T::kRowBytes + part * 16);
+        } else {
+          asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(place + i * 128), "r"(0)
+                       : "memory");
+        }
       }
     }
 #pragma unroll 1

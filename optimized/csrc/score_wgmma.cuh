@@ -29,15 +29,25 @@ __device__ __forceinline__ void wgmma_keys(
   if (threadIdx.x < 128) {
     if constexpr (T::kRegisters > 0) fewer_registers<T::kLoadRegisters>();
     Loader<T> loader(p, ring);
+    ScorePiece before = {}, piece = piece_of_work(p, work.number(0));
 #pragma unroll 1
-    for (int round = 0; round < work.rounds(); ++round) {
-      const int number = work.number(round);
-      if (number >= work.end) continue;
-      const ScorePiece piece = piece_of_work(p, number);
-      if (piece.begin < piece.stop) loader.bring(piece);
-      output.fill(piece);
+    for (int round = 1; piece.count > 0; ++round) {
+      ScorePiece next = {};
+      const auto pause = [&] {
+        output.fill(before);
+        const int number = work.number(round);
+        if (round < work.rounds() && number < work.end) next = piece_of_work(p, number);
+      };
+      if (piece.begin < piece.stop) {
+        loader.bring(piece, pause);
+      } else {
+        pause();
+      }
+      before = piece;
+      piece = next;
     }
     loader.finish();
+    output.fill(before);
   } else {
     if constexpr (T::kRegisters > 0) more_registers<T::kRegisters>();
     if (threadIdx.x / 128 == T::kConsumers) pass_turn<T>();
@@ -71,9 +81,7 @@ struct ToRows {
     const int halves = (max(piece.stop - piece.begin, 0) + 63) / 64;
     const int scored = min(piece.begin + 64 * halves, piece.end);
     for (int row = 0; row < piece.count; ++row) {
-      for (int column = scored + threadIdx.x; column < piece.end; column += 128) {
-        ToGlobal{p}.put(piece.row, row, column, -INFINITY);
-      }
+      ToGlobal{p}.hide(piece.row, row, scored, piece.end, 128);
     }
   }
 };
