@@ -3,8 +3,9 @@
 // A step is a handful of windows, so it takes as long as one window does, from the end of the
 // launch before it to its last byte. What that launch cannot write is read ahead of its end (plan,
 // weights, frequencies), rows of the state are brought into L2 meanwhile, and a window is spread
-// over more threads than the row that it becomes. Its block also keeps a token: the same number in
-// the plan, not always the same request.
+// over more threads than the row that it becomes. Tokens are kept by blocks of their own while the
+// card has room for them beside the windows; else the block of a window also keeps one, the same
+// number in the plan, not always the same request.
 #pragma once
 
 #include <algorithm>
@@ -21,6 +22,7 @@ struct Decode4 {
   static constexpr int kChannels = T::kDim == 128 ? 1 : 4 / sizeof(typename T::Input);
   static constexpr int kThreads = T::kDim / kChannels;
   static constexpr int kRowThreads = RowThreads<T::kDim>::kThreads;
+  static constexpr int kResident = kThreads == 256 ? 3 : 1024 / kThreads;  // by registers, on an SM
   // Released at once, blocks of the next launch take threads from this one's: at 512 dims that
   // costs more (3.2 us instead of 2.6 for 64 requests) than it hides.
   static constexpr bool kReleaseAtOnce = T::kDim == 128;
@@ -160,8 +162,10 @@ __global__ __launch_bounds__(Decode4<T>::kThreads) void decode4_kernel(
   constexpr int kChannels = D::kChannels, kFirstRope = RowThreads<T::kDim>::kFirstRope;
   __shared__ float pooled[T::kDim], warp_sums[4];
   const int number = blockIdx.x, thread = threadIdx.x, column = thread * kChannels;
+  const bool apart = gridDim.x == p.windows + p.num_writes;
+  const int kept = number - (apart ? p.windows : 0);
   WriteEntry write = {-1, 0};
-  if (number < p.num_writes) write = p.writes[number];
+  if (kept >= 0 && kept < p.num_writes) write = p.writes[kept];
   KeptToken<T> token;
   Window window;
   int64_t slot = -1;
@@ -215,7 +219,9 @@ __global__ __launch_bounds__(Decode4<T>::kThreads) void decode4_kernel(
 template <class T>
 void run_decode4(const char* name, const StoreParams& p, DLDevice device, bool overlap) {
   using D = Decode4<T>;
-  const int blocks = std::max(p.windows, p.num_writes);
+  // Blocks that only keep a token are short: half of them may wait for a place.
+  const bool apart = p.windows + p.num_writes / 2 <= D::kResident * multiprocessors(device);
+  const int blocks = apart ? p.windows + p.num_writes : std::max(p.windows, p.num_writes);
   launch(name, decode4_kernel<T>, p, dim3(blocks), D::kThreads, device, overlap);
 }
 
