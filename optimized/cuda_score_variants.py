@@ -35,10 +35,10 @@ _WGMMA_BYTES = {
     ("fp8", "c64"): 104096,
 }
 _WGMMA_TOPK_BYTES = {"bf16": 107136, "fp8": 103072}
-_TOPK_BYTES = {"rows": 41424, "few": 41624, "long": 74384}
+_TOPK_BYTES = {"rows": 41424, "few": 41632, "long": 74384}
 _TOPK_TRAITS = {
     "rows": ("run_topk", "TopkRows", "11topk_kernelINS_10TopkTraitsILi256E"),
-    "few": ("run_topk_cluster", "TopkFew", "19topk_cluster_kernel"),
+    "few": ("run_topk_pair", "TopkFew", "16topk_pair_kernel"),
     "long": ("run_topk", "TopkLong", "11topk_kernelINS_10TopkTraitsILi512E"),
 }
 

@@ -165,7 +165,8 @@ def store(
     ----------
     kv, score
         Projections ``[tokens, c * head_dim]``, fp32 or bf16; rows may be strided, so that both can
-        be columns of one tensor.
+        be columns of one tensor. Rows start at multiples of four elements at ratio 4 and of 16
+        bytes at ratio 128.
     weights
         From :meth:`StoreWeights.prepare`.
     plan
@@ -302,7 +303,7 @@ def require_inputs(
         raise ValueError(f"plan: ratio {plan.ratio}, expected {weights.ratio} like the weights")
     width = weights.head_dim * (2 if weights.ratio == 4 else 1)
     for name, tensor in (("kv", kv), ("score", score)):
-        align = 4 * tensor.element_size()
+        align = 16 if weights.ratio == 128 else 4 * tensor.element_size()
         require_tensor(name, tensor, (None, width), INPUT_DTYPES, align=align, rows_strided=True)
         if tensor.stride(0) >= 2**32:
             raise ValueError(

@@ -24,6 +24,9 @@ constexpr float kFloorFp4 = 0x1.8p-124f;          // 6 * 2^-126, 0x01C00000
 constexpr float kInverse448 = 0x1.24924ap-9f;     // fl(1/448), 0x3B124925
 constexpr float kInverse6 = 0x1.555556p-3f;       // fl(1/6), 0x3E2AAAAB
 
+// Between two numbers of at most this magnitude S2's clamp changes nothing.
+constexpr float kSmallLogit = 63.0f;
+
 // S2's clamp of t = z - m, below which a weight would be subnormal.
 __device__ __forceinline__ float clamped(float t) { return fmaxf(t, -126.0f); }
 

@@ -7,7 +7,8 @@
 #pragma once
 
 #include "launch.h"
-#include "windows.cuh"
+#include "pool128.cuh"
+#include "row512.cuh"
 
 namespace needlepoint {
 
@@ -29,106 +30,103 @@ __device__ __forceinline__ void leave_pooled(uint32_t* place, const float (&x)[k
   }
 }
 
-// Waits for the words of a row, and marks them absent again.
-template <int kWords>
-__device__ __forceinline__ void take_pooled(uint32_t* place, float (&x)[kWords]) {
-  uint32_t words[kWords];
+// Waits for a lane's words of a row, and marks them absent again.
+__device__ __forceinline__ void take_pooled(uint32_t* row, int lane, float (&x)[16]) {
+  uint4 words[4];
   bool there;
   do {
     there = true;
 #pragma unroll
-    for (int i = 0; i < kWords; i += 4) {
+    for (int i = 0; i < 4; ++i) {
       asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[i]), "=r"(words[i + 1]), "=r"(words[i + 2]), "=r"(words[i + 3])
-                   : "l"(place + i)
+                   : "=r"(words[i].x), "=r"(words[i].y), "=r"(words[i].z), "=r"(words[i].w)
+                   : "l"(row + 4 * Row512::quad(lane, i))
                    : "memory");
     }
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) there = there && words[i] != kAbsent;
+    for (int i = 0; i < 4; ++i) {
+      there = there && words[i].x != kAbsent && words[i].y != kAbsent && words[i].z != kAbsent &&
+              words[i].w != kAbsent;
+    }
   } while (!__all_sync(0xffffffffu, there));
 #pragma unroll
-  for (int i = 0; i < kWords; i += 4) {
-    *reinterpret_cast<uint4*>(place + i) = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+  for (int i = 0; i < 4; ++i) {
+    reinterpret_cast<uint4*>(row)[Row512::quad(lane, i)] =
+        make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+    Row512::set(x, i, make_float4(__uint_as_float(words[i].x), __uint_as_float(words[i].y),
+                                  __uint_as_float(words[i].z), __uint_as_float(words[i].w)));
   }
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) x[i] = __uint_as_float(words[i]);
 }
 
-// S4, S5 and S7 of a whole row by one warp: lane l holds channels 16 l .. 16 l + 15.
+// S4, S5 and S7 of a row by one warp. Norm weights are in shared memory, and so is where cosines
+// and sines go while the row is waited for.
 template <class T>
 __device__ __forceinline__ void finish_row(
-    const StoreParams& p, const float* weights, float4* angles, int window, int entry, int64_t slot,
-    int lane) {
-  constexpr int kOwn = 16, kFirstRope = 28;  // lanes 28..31 hold the RoPE dims
-  float x[kOwn], h[kOwn / 2];
+    const StoreParams& p, const float4* weights, float4* angles, int window, int entry,
+    int64_t slot, int lane) {
+  __syncwarp();  // angles of the row before have been used
   if (lane < kRopeDims / 4) {
     const float* table = p.rope + static_cast<int64_t>(entry) * T::kRatio * kRopeDims;
     copy_async<16>(angles + lane, table + 4 * lane);
   }
-  take_pooled(p.pooled + static_cast<int64_t>(window) * T::kDim + lane * kOwn, x);
+  float x[16];
+  take_pooled(p.pooled + static_cast<int64_t>(window) * T::kDim, lane, x);
   wait_copies();
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kOwn / 2; ++i) {
-    h[i] = __fmaf_rn(x[2 * i + 1], x[2 * i + 1], __fmul_rn(x[2 * i], x[2 * i]));
-  }
-#pragma unroll
-  for (int stride = 1; stride < kOwn / 2; stride *= 2) {
-#pragma unroll
-    for (int i = 0; i < kOwn / 2; i += 2 * stride) h[i] = __fadd_rn(h[i], h[i + stride]);
-  }
-  const float r = inverse_rms<T::kDim>(tree_sum<32>(h[0]), p.eps);
+  const float r = normalize512(x, [=](int i) { return weights[i]; }, p.eps, lane);
   if (!(r > 0.0f)) report(p, kFaultRow, window);
+  const int first = 2 * max(lane - Row512::kFirstRope, 0);
+  rotate512(x, {angles[first], angles[first + 1]}, lane);
+  store_row512<T::kRow>(p.pool, slot, x, lane);
+}
+
+// Adds the groups of a window up and leaves the slice for the last block of the window, which
+// finishes the row. With fp32 rows the slice is stored as it is.
+template <class T, class B>
+__device__ __forceinline__ void leave_slice(
+    const StoreParams& p, int slice, const Turn& turn, uint32_t before,
+    typename B::Shared& shared) {
+  const uint32_t lane = threadIdx.x % 32, buffer = before % 2;
+  const int channel = slice * B::kChannels + B::kLaneChannels * lane;
+  float s[B::kLaneChannels], v[B::kLaneChannels], x[B::kLaneChannels];
+  add_groups<B>(shared.sums[buffer], lane, s);
+  add_groups<B>(shared.weighted[buffer], lane, v);
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], r), weights[lane * kOwn + i]);
-  if (lane >= kFirstRope) {
+  for (int c = 0; c < B::kLaneChannels; ++c) shared.maxima[before % 4][c][lane] = kLowest;
+  divide(v, s, x);
+  if constexpr (T::kRow == Row::fp32) {
+    float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kOwn / 4; ++i) {
-      const float4 table = angles[(lane - kFirstRope) * (kOwn / 4) + i];
-      rotate_pair(x[4 * i], x[4 * i + 1], table.x, table.y);
-      rotate_pair(x[4 * i + 2], x[4 * i + 3], table.z, table.w);
-    }
-  }
-  uint8_t* page = p.pool.page(slot);
-  const int64_t place = p.pool.row(slot);
-  uint32_t pairs[kOwn / 2];
+    for (int c = 0; c < B::kLaneChannels; ++c) largest = larger_magnitude(largest, x[c]);
+    if (!(largest < kPooledLimit)) report(p, kFaultRow, turn.number);
+    auto* row = p.pool.page(turn.slot) + p.pool.row(turn.slot) * 2048 + channel * 4;
 #pragma unroll
-  for (int i = 0; i < kOwn / 2; ++i) pairs[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
-  if constexpr (T::kRow == Row::bf16) {
-    auto* target = reinterpret_cast<uint2*>(page + place * 1024 + lane * 32);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) target[i] = make_uint2(pairs[2 * i], pairs[2 * i + 1]);
+    for (int c = 0; c < B::kLaneChannels; ++c) reinterpret_cast<float*>(row)[c] = x[c];
   } else {
-    float b[kOwn], amax = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      b[i] = i % 2 == 0 ? widen_low(pairs[i / 2]) : widen_high(pairs[i / 2]);
-      amax = fmaxf(amax, fabsf(b[i]));
+    leave_pooled(p.pooled + static_cast<int64_t>(turn.number) * T::kDim + channel, x);
+  }
+}
+
+// The warp behind the pooling warps, which are a window further on: sums of a window are there when
+// the maxima of the next one are. Rows wait for another window: by then the other blocks have
+// left theirs.
+template <class T, class B>
+__device__ __forceinline__ void hand_over(
+    const StoreParams& p, int slice, uint32_t& before, typename B::Shared& shared) {
+  const int count = shared.count;
+  if (count == 0) return;
+  meet<B>();
+#pragma unroll 1
+  for (int i = 0; i <= count; ++i) {
+    if (i < count) {
+      meet<B>();
+      leave_slice<T, B>(p, slice, shared.turns[i], before++, shared);
     }
-    amax = lane_max<4>(amax);
-    const uint32_t byte = ue8m0_byte(__fmul_rn(fmaxf(amax, kFloor), kInverse448));
-    const float inverse = ue8m0_inverse(byte);
-    if (lane < kFirstRope) {
-      auto* target = reinterpret_cast<uint2*>(page + place * 576 + lane * 16);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        uint32_t words[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float* y = b + 8 * i + 4 * j;
-          words[j] = e4m3_quad(__fmul_rn(y[0], inverse), __fmul_rn(y[1], inverse),
-                               __fmul_rn(y[2], inverse), __fmul_rn(y[3], inverse));
-        }
-        target[i] = make_uint2(words[0], words[1]);
-      }
-    } else {
-      auto* target = reinterpret_cast<uint2*>(page + place * 576 + 448 + (lane - kFirstRope) * 32);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) target[i] = make_uint2(pairs[2 * i], pairs[2 * i + 1]);
-    }
-    if (lane % 4 == 0) {  // seven scales; the eighth byte is padding, written as zero
-      page[p.pool.rows() * 576 + place * 8 + lane / 4] =
-          static_cast<uint8_t>(lane < kFirstRope ? byte : 0u);
+    if constexpr (T::kRow != Row::fp32) {
+      if (i == 0 || slice < B::kSlices - 1) continue;
+      const Turn& turn = shared.turns[i - 1];
+      finish_row<T>(p, shared.norm_weight, shared.angles, turn.number, turn.window.entry,
+                    turn.slot, threadIdx.x % 32);
     }
   }
 }

@@ -28,7 +28,9 @@ __device__ __forceinline__ void finish512(const StoreParams& p, const Pooled512&
   for (int i = 0; i < 4; ++i) {
     Row512::set(x, i, pooled.row[Pooled512::place(Row512::quad(lane, i))]);
   }
-  const bool sound = normalize512(x, p.norm_weight, p.eps, lane) > 0.0f;
+  const auto* weights = reinterpret_cast<const float4*>(p.norm_weight);
+  const bool sound =
+      normalize512(x, [=](int i) { return __ldg(weights + i); }, p.eps, lane) > 0.0f;
   const int first = 2 * max(lane - Row512::kFirstRope, 0);
   rotate512(x, {pooled.table[first], pooled.table[first + 1]}, lane);
   release_successor();

@@ -25,14 +25,14 @@ struct Row512 {
   }
 };
 
-// S4. Returns 1 / rms, which is positive unless the sum of squares is not finite.
+// S4. `quad(i)` is the i-th float4 of the norm weights. Returns 1 / rms, which is positive unless the
+// sum of squares is not finite.
+template <class Quad>
 __device__ __forceinline__ float normalize512(
-    float (&x)[16], const float* norm_weight, float eps, int lane) {
+    float (&x)[16], const Quad& quad, float eps, int lane) {
   float4 weight[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    weight[i] = __ldg(reinterpret_cast<const float4*>(norm_weight) + Row512::quad(lane, i));
-  }
+  for (int i = 0; i < 4; ++i) weight[i] = quad(Row512::quad(lane, i));
   float halves[2];  // of the tree, joined by its last stride
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

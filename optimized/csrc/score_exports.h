@@ -3,7 +3,7 @@
 #pragma once
 
 #include "score_wgmma.cuh"
-#include "topk_cluster.cuh"
+#include "topk_pair.cuh"
 
 namespace needlepoint {
 

@@ -10,7 +10,7 @@ struct Store128 {
   static constexpr int kGroupSlots = 8;
 };
 
-// Where a lane's slots are read from: slot `first + i`, two channels. One 64-bit base each, then
+// Where a lane's slots are read from: slot `first + i`, from a column on. One 64-bit base each, then
 // 32-bit steps. This one reads tokens of this call.
 template <class T, int kChannels>
 struct FromInput {
@@ -57,8 +57,8 @@ struct StateRing {
 };
 
 // A window that begins in a state of the input's dtype: only addresses differ. In decode every slot
-// but the window's last lies in the state.
-template <class T, int kChannels>
+// but the window's last lies in the state; kGroup: `first` is that of a group of slots.
+template <class T, int kChannels, bool kGroup>
 struct FromState {
   using Input = typename T::Input;
   using Element = Input;
@@ -75,7 +75,8 @@ struct FromState {
         state(static_cast<const Input*>(p.state) + ring.base),
         from_state((T::kMode == Mode::decode ? T::kSlots - 1 : window.from_state) - first) {}
   __device__ __forceinline__ bool kept(int i) const {
-    return (T::kMode == Mode::decode && i < Store128::kGroupSlots - 1) || i < from_state;
+    constexpr bool kDecode = T::kMode == Mode::decode;
+    return (kDecode && kGroup && i < Store128::kGroupSlots - 1) || i < from_state;
   }
   __device__ __forceinline__ const Input* kv_place(int i) const {
     return kept(i) ? state + ring.offset(i, 0) : input.kv_place(i);

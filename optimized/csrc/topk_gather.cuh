@@ -82,7 +82,8 @@ struct Gather {
   }
 
   // Appends what is wanted of a round to a list of `count`, and returns how many it then has. What
-  // does not fit whole is counted and left out.
+  // does not fit whole is counted and left out. To the end: `list` is where the numbers stop.
+  template <bool kToEnd = false>
   __device__ static __forceinline__ int append(
       const Numbers& x, uint32_t bits, int first, uint2* list, int count, int capacity, int round,
       Shared& shared) {
@@ -120,6 +121,7 @@ struct Gather {
     }
     const int total = count + static_cast<int>(__shfl_sync(0xffffffffu, sum, 31));
     if (total > capacity) return total;
+    if constexpr (kToEnd) list -= total;
     const uint32_t lower = word & ((1u << 8 * (warp % kCounts)) - 1);  // of warps before this one
     const uint32_t start = count + sum - own + __dp4a(lower, 0x01010101u, 0u);
     even_sum -= even;

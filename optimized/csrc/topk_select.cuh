@@ -142,6 +142,14 @@ struct BlockSelect {
     return find_digits<false>(source, 0, 32, need, slack, shared).cut;
   }
 
+  // The same where keys are close to each other.
+  template <class Source>
+  __device__ static uint32_t find_roughly_in_range(
+      const Source& source, int need, int slack, Shared& shared) {
+    const uint2 keys = range(source, shared);
+    return find_digits<false>(source, keys.x, keys.y, need, slack, shared).cut;
+  }
+
   template <bool kExact, class Source>
   __device__ static Cut find_digits(
       const Source& source, uint32_t low, int bits, int need, int slack, Shared& shared) {

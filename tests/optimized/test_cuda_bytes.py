@@ -121,6 +121,18 @@ def test_chunks_and_decode(
         assert torch.equal(run_chunks(inputs, expected, state, sizes), expected.pool)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ratio", "head_dim"), SHAPES)
+def test_decode_steps_of_many_requests(ratio: int, head_dim: int, dtype: torch.dtype) -> None:
+    """More than a card has room for with blocks of their own that keep tokens."""
+    many, most = (1100, 12) if ratio == 4 else (60, 131)
+    lengths = tuple(most - i % 3 for i in range(many))
+    inputs = make_inputs(ratio, head_dim, lengths, dtype, "normal", seed=8)
+    for expected in emulate(inputs)[1].values():
+        found = run_chunks(inputs, expected, dtype, [ratio - 2, 1, 1, 1, 1])
+        assert torch.equal(found, expected.pool)
+
+
 @pytest.mark.parametrize(("ratio", "head_dim"), SHAPES)
 def test_bf16_state_rounds_what_it_keeps(ratio: int, head_dim: int) -> None:
     length, cut = 2 * ratio + 40, 2 * ratio - 2

@@ -112,6 +112,25 @@ def test_pools_are_aligned_to_the_widest_store_of_a_row() -> None:
         require_store(given, given, main, plan(), pages, None)
 
 
+def test_inputs_are_aligned_to_the_widest_read() -> None:
+    """Of four channels at ratio 4, and of 16 bytes at ratio 128."""
+    table = torch.zeros(129, 32, 2)
+    weights128 = StoreWeights.prepare(128, torch.zeros(128, 512), torch.ones(512), table, 1e-6)
+    windows = Chunks.whole((128,))
+    pages = torch.zeros(1, 1, dtype=torch.int32)
+    own = PagedPool("main-bf16", torch.zeros(1, 1024, dtype=torch.uint8), 1)
+    wide = rows(tokens=128, width=2 * 512, dtype=BF16)
+    planned = plan_store(128, windows, pages, 1, keep_state=False)
+    require_store(wide[:, 8:520], wide[:, 512:], weights128, planned, own, None)
+    with pytest.raises(ValueError, match=r"kv: starts at .* remainder 8 .* of 16 bytes"):
+        require_store(wide[:, 4:516], wide[:, 512:], weights128, planned, own, None)
+
+    wide = rows(width=2 * WIDTH, dtype=BF16)
+    require_store(wide[:, 4 : WIDTH + 4], wide[:, WIDTH:], weights(), plan(), pool(), None)
+    with pytest.raises(ValueError, match=r"kv: starts at .* remainder 4 .* of 8 bytes"):
+        require_store(wide[:, 2 : WIDTH + 2], wide[:, WIDTH:], weights(), plan(), pool(), None)
+
+
 def test_the_device_is_checked_before_a_launch() -> None:
     with pytest.raises(ValueError, match="kv: on cpu, expected a CUDA device"):
         store(rows(), rows(), weights(), plan(), pool())
