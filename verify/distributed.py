@@ -31,6 +31,7 @@ JOIN_S = 120.0
 SETTLE_S = 12.0
 """Time for the others to answer once torchrun ends the run; it waits 30 s before it kills."""
 _POLL_S = 0.1
+_PIECE_BYTES = 1 << 22  # the store refuses messages of more than 8 MiB
 
 
 class Terminated(KeyboardInterrupt):
@@ -151,7 +152,17 @@ class _Group:
 
     def publish(self, what: str, value: object) -> None:
         """Tell the others something about this rank."""
-        self._store.set(_key(what, self.rank), pickle.dumps(value))
+        data, key = pickle.dumps(value), _key(what, self.rank)
+        starts = range(0, len(data), _PIECE_BYTES)
+        for number, start in enumerate(starts):
+            self._store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])
+        self._store.set(key, str(len(starts)))  # others look for it: all pieces are there
+
+    def _told(self, what: str, rank: int) -> Any:  # noqa: ANN401
+        """Return what a rank has published."""
+        key = _key(what, rank)
+        pieces = range(int(self._store.get(key)))
+        return pickle.loads(b"".join(self._store.get(f"{key}/{number}") for number in pieces))
 
     def collect(
         self, own: list[CandidateOutcome], shares: Sequence[tuple[int, ...]], together: bool
@@ -203,10 +214,10 @@ class _Group:
                 if not any(outcome.layers for outcome in own) and shares[rank]:
                     lost.append(_said(rank, shares[rank], "was ended before it had finished"))
             elif word == "outcome":
-                part = pickle.loads(self._store.get(_key("outcome", rank)))
+                part = self._told("outcome", rank)
                 parts += [part] if part else []
             elif word == "failed":
-                why = pickle.loads(self._store.get(_key("failed", rank)))
+                why = self._told("failed", rank)
                 lost.append(_said(rank, shares[rank], f"failed: {why}"))
             elif word == "ended":
                 lost.append(_said(rank, shares[rank], "was ended before it had finished"))

@@ -12,9 +12,10 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from needlepoint.optimized.candidates import create
-from needlepoint.verify.distributed import deal
+from needlepoint.verify.distributed import _PIECE_BYTES, _Group, deal
 from needlepoint.verify.inputs import Inputs
 from needlepoint.verify.output import load_result, load_rows
 from needlepoint.verify.pipeline import PipelineOutput
@@ -67,6 +68,17 @@ def torchrun(small_model: Path, tmp_path: Path) -> Torchrun:
         )
 
     return run
+
+
+@pytest.mark.parametrize("size", [0, 1, _PIECE_BYTES, 3 * _PIECE_BYTES + 5])
+def test_what_a_rank_tells_may_be_of_any_size(size: int) -> None:
+    """43 layers of 8,192 tokens are 28 MB, and the store takes 8 MiB at once."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = bytes(i % 251 for i in range(min(size, 1000))) + bytes(max(0, size - 1000))
+
+    _Group(store, 1, 2).publish("outcome", told)
+
+    assert _Group(store, 0, 2)._told("outcome", 1) == told
 
 
 def plain(result: Result) -> dict[str, object]:
