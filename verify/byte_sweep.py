@@ -273,18 +273,18 @@ def sweep(
 ) -> Iterator[ByteCount]:
     """Yield comparisons until every row format has ``rows`` of them, or time is up.
 
-    A row of ratio 128 is made of 128 tokens: there are a thirty-second as many.
+    Time is shared out: if it is short, every kind of data, dtype and shape gets fewer rounds, at
+    least one. A row of ratio 128 is made of 128 tokens: there are a thirty-second as many.
     """
-    stop = time.monotonic() + seconds
-    for ratio, dim in shapes:
+    begin = time.monotonic()
+    tables = list(product(shapes, dtypes, KINDS))
+    for number, ((ratio, dim), dtype, kind) in enumerate(tables):
+        stop = begin + seconds * (number + 1) / len(tables)
         windows = ROUND_TOKENS // ratio
-        rounds = -(-(rows * 4 // ratio) // (windows * 2 * len(KINDS)))
-        for number, (dtype, kind) in enumerate(product(dtypes, KINDS)):
-            table = Table.draw(ratio, dim, kind, dtype, seed=number)
-            own = feeds(ratio)
-            for turn in range(rounds):
-                if time.monotonic() > stop:
-                    return
-                yield from compare_round(
-                    table, own[(turn + number) % len(own)], 997 * number + turn
-                )
+        rounds = -(-(rows * 4 // ratio) // (windows * len(dtypes) * len(KINDS)))
+        table = Table.draw(ratio, dim, kind, dtype, seed=number)
+        own = feeds(ratio)
+        for turn in range(rounds):
+            if turn and time.monotonic() > stop:
+                break
+            yield from compare_round(table, own[(turn + number) % len(own)], 997 * number + turn)
