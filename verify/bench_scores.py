@@ -26,6 +26,7 @@ from needlepoint.optimized.cuda_scores import (
     scores,
 )
 from needlepoint.optimized.cuda_topk import launch_topk, long_plan, score_topk_lists
+from needlepoint.verify.bench_cases import L2_FACTOR
 from needlepoint.verify.bench_score_engines import ScoreEngines, torch_scores
 from needlepoint.verify.bench_timing import Call, Side, Timing, measure
 from needlepoint.verify.score_cases import ScoreCase, make_case
@@ -40,7 +41,8 @@ FULL = (("bf16", 2048, 8192), ("bf16", 4096, 32768), ("fp8", 2048, 8192), ("fp8"
 CAUSAL = (8192, 2048)
 DECODE = ((64, 16384), (32, 32768), (1, 32768))
 LONG = ((64, 16384), (4, 262144))
-TOPK = ((4096, 8192), (4096, 32768), (64, 32768))
+TOPK = ((4096, 8192, False), (4096, 32768, False), (64, 32768, False), (64, 32768, True))
+"""Rows, columns, and whether the scores are in the L2, where a score kernel leaves few rows."""
 K = 512
 SETS = 3
 
@@ -161,10 +163,12 @@ def bench_decode_topk(row: str, requests: int, keys: int) -> ScoreRow:
     return ScoreRow(f"decode + top-k {row} {requests} x {keys}", tuple(times), f"{rate:.2f} TB/s")
 
 
-def bench_topk(rows: int, columns: int, engines: ScoreEngines) -> ScoreRow:
-    """Measure selection of 512 from random scores."""
+def bench_topk(rows: int, columns: int, engines: ScoreEngines, *, cached: bool) -> ScoreRow:
+    """Measure selection of 512 from random scores, out of memory or out of the L2."""
     generator = torch.Generator(device="cuda").manual_seed(0)
-    values = [torch.randn(rows, columns, generator=generator, device="cuda") for _ in range(SETS)]
+    l2 = torch.cuda.get_device_properties("cuda").L2_cache_size
+    sets = 2 if cached else max(SETS, -(-L2_FACTOR * l2 // (4 * rows * columns)))
+    values = [torch.randn(rows, columns, generator=generator, device="cuda") for _ in range(sets)]
     limits = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
     picks = torch.empty(rows, K, dtype=torch.int32, device="cuda")
 
@@ -178,7 +182,8 @@ def bench_topk(rows: int, columns: int, engines: ScoreEngines) -> ScoreRow:
     ]
     times = measure([side for side in sides if side is not None], 15)
     rate = 4 * rows * columns / times[0].median_us / 1e6
-    return ScoreRow(f"top-{K} of {rows} x {columns}", tuple(times), f"{rate:.2f} TB/s")
+    name = f"top-{K} of {rows} x {columns}" + (" in the L2" if cached else "")
+    return ScoreRow(name, tuple(times), f"{rate:.2f} TB/s")
 
 
 def check_against_engines(engines: ScoreEngines) -> str:
@@ -212,8 +217,9 @@ def workloads(engines: ScoreEngines) -> dict[str, Callable[[], Iterable[ScoreRow
     for row, (requests, keys) in product(KEY_BYTES, DECODE):
         name = f"paged decode {row} {requests} x {keys}"
         one(name, partial(bench_decode, row, requests, keys, engines))
-    for rows, columns in TOPK:
-        one(f"top-{K} {rows} x {columns}", partial(bench_topk, rows, columns, engines))
+    for rows, columns, cached in TOPK:
+        name = f"top-{K} {rows} x {columns}" + (" in the L2" if cached else "")
+        one(name, partial(bench_topk, rows, columns, engines, cached=cached))
     for row, (requests, keys) in product(("bf16", "fp8"), LONG):
         name = f"decode + top-{K} {row} {requests} x {keys}"
         one(name, partial(bench_decode_topk, row, requests, keys))

@@ -40,7 +40,10 @@ Candidates = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Repeatable; default: the four emulated candidates."),
 ]
-Layers = Annotated[str | None, typer.Option(metavar="2,4-8", help="Layers; default: all.")]
+Layers = Annotated[
+    str | None,
+    typer.Option(metavar="2,4-8", help="Layers; default: the first of each ratio."),
+]
 Tokens = Annotated[str | None, typer.Option(metavar="N", help="Tokens; default: all.")]
 Seed = Annotated[
     str | None,

@@ -339,4 +339,5 @@ def test_the_kernels_themselves(judge: Judge, name: str) -> None:
     from needlepoint.verify.inputs import load_inputs
 
     inputs = load_inputs("synthetic", model="v4-flash", tokens=4400, layers=(2, 3))
-    assert judge(replace(inputs, name=name), create(name)).result.verdict == "match"
+    judged = judge(replace(inputs, name=name), create(name), device="cuda")
+    assert judged.result.verdict == "match"
