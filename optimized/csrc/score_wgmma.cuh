@@ -29,12 +29,12 @@ __device__ __forceinline__ void wgmma_keys(
   if (threadIdx.x < 128) {
     if constexpr (T::kRegisters > 0) fewer_registers<T::kLoadRegisters>();
     Loader<T> loader(p, ring);
-    ScorePiece before = {}, piece = piece_of_work(p, work.number(0));
+    ScorePiece piece = piece_of_work(p, work.number(0));
 #pragma unroll 1
     for (int round = 1; piece.count > 0; ++round) {
       ScorePiece next = {};
       const auto pause = [&] {
-        output.fill(before);
+        output.fill(piece);
         const int number = work.number(round);
         if (round < work.rounds() && number < work.end) next = piece_of_work(p, number);
       };
@@ -43,11 +43,9 @@ __device__ __forceinline__ void wgmma_keys(
       } else {
         pause();
       }
-      before = piece;
       piece = next;
     }
     loader.finish();
-    output.fill(before);
   } else {
     if constexpr (T::kRegisters > 0) more_registers<T::kRegisters>();
     if (threadIdx.x / 128 == T::kConsumers) pass_turn<T>();
