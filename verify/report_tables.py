@@ -29,6 +29,7 @@ _CONTRACTS: tuple[Literal["exact", "bf16", "official"], ...] = ("exact", "bf16",
 def stage_table(layers: Sequence[LayerResult]) -> Table:
     """Return one row per judged stage: rows, local and accumulated error, worst token, verdict."""
     table = plain_table("stage", "rows>", "local>", "accum.>", "steps>", "worst", "verdict")
+    table.columns[0].no_wrap = True  # a name in two pieces is not found again
     for layer in layers:
         ratio = f" (1/{layer.ratio})" if layer.ratio else ""
         table.add_row(f"layer {layer.layer}{ratio}")

@@ -279,6 +279,40 @@ def test_every_line_fits_80_columns(name: str, request: pytest.FixtureRequest) -
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
+def test_a_stage_keeps_its_name_beside_long_numbers(matching: Result) -> None:
+    candidate = matching.candidates[0]
+    layer = candidate.layers[0]
+    stages = tuple(
+        stage.model_copy(
+            update={
+                "path": "main",
+                "stage": "attention",
+                "rows_compared": 1048575,
+                "rows_expected": 1048576,
+                "worst": tuple(
+                    worst.model_copy(update={"request": 12, "position": 1048575, "entry": 262143})
+                    for worst in stage.worst
+                ),
+                "local": stage.local
+                and stage.local.model_copy(
+                    update={"distance_max": 1919693960, "distance_unit": "ulp"}
+                ),
+            }
+        )
+        for stage in layer.stages
+    )
+    wide = layer.model_copy(update={"stages": stages})
+    text = _report(
+        matching.model_copy(
+            update={"candidates": (candidate.model_copy(update={"layers": (wide,)}),)}
+        )
+    )
+
+    judged = sum(stage.verdict is not None for stage in stages)
+    assert text.count(" main.attention ") >= judged > 0
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
 def test_no_colour_away_from_a_terminal_and_words_carry_the_meaning(differing: Result) -> None:
     plain = _report(differing)
     assert "\x1b" not in plain
