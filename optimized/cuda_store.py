@@ -40,6 +40,8 @@ ROWS = {
     "main-584": (512, "584"),
 }
 """(head_dim, row format) of each page layout."""
+_STRIDE_BITS = {4: 32, 128: 25}
+"""By ratio: a window of 128 tokens counts elements from its first one in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -305,9 +307,10 @@ def require_inputs(
     for name, tensor in (("kv", kv), ("score", score)):
         align = 16 if weights.ratio == 128 else 4 * tensor.element_size()
         require_tensor(name, tensor, (None, width), INPUT_DTYPES, align=align, rows_strided=True)
-        if tensor.stride(0) >= 2**32:
+        if tensor.stride(0) >= 2 ** _STRIDE_BITS[weights.ratio]:
             raise ValueError(
-                f"{name}: rows {tensor.stride(0)} elements apart, expected less than 2**32"
+                f"{name}: rows {tensor.stride(0)} elements apart, expected less than "
+                f"2**{_STRIDE_BITS[weights.ratio]} at ratio {weights.ratio}"
             )
         if tensor.shape[0] < plan.tokens:
             raise ValueError(

@@ -127,7 +127,7 @@ def _require_pages(pages: PageTable, rows: int) -> dict[str, Tensor]:
 
 
 def topk_kind(rows: int, columns: int, k: int) -> str:
-    """Return which kernel selects: a small block, a cluster for few rows, else a large block."""
+    """Return which kernel selects: a small block, a pair of them for few rows, or a large one."""
     kind = "rows" if rows >= _MANY_ROWS or columns <= _ROUND else "few"
     return kind if k <= TOPK_LIMITS[kind] and columns <= _MAX_COLUMNS[kind] else "long"
 

@@ -167,8 +167,12 @@ def bench_topk(rows: int, columns: int, engines: ScoreEngines, *, cached: bool) 
     """Measure selection of 512 from random scores, out of memory or out of the L2."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     l2 = torch.cuda.get_device_properties("cuda").L2_cache_size
-    sets = 2 if cached else max(SETS, -(-L2_FACTOR * l2 // (4 * rows * columns)))
-    values = [torch.randn(rows, columns, generator=generator, device="cuda") for _ in range(sets)]
+    calls = max(SETS, -(-L2_FACTOR * l2 // (4 * rows * columns)))
+    values = [
+        torch.randn(rows, columns, generator=generator, device="cuda")
+        for _ in range(2 if cached else calls)
+    ]
+    values = (values * calls)[:calls]  # what a replay costs is the same share of either
     limits = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
     picks = torch.empty(rows, K, dtype=torch.int32, device="cuda")
 

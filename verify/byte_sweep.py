@@ -230,8 +230,8 @@ def compare_round(table: Table, feed: Feed, seed: int) -> Iterator[ByteCount]:
     rows = compute_rows(
         table.kv, table.score, np.where(tokens < 0, -1, order[tokens]), entries, table.given
     )
-    # A state keeps what it is given; bf16 inputs fit either dtype.
-    narrow = table.kv.dtype == torch.bfloat16 and seed % 2 == 1
+    # A state keeps what it is given; bf16 inputs fit either dtype, in turn for every feed.
+    narrow = table.kv.dtype == torch.bfloat16 and seed // len(feeds(table.ratio)) % 2 == 1
     calls: Calls | None = None
     for layout in table.layouts:
         counts = [n // table.ratio for n in lengths]

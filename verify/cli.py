@@ -219,7 +219,9 @@ def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="Recording to judge against.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Recording to judge.")],
     contract: Contract = "bf16",
-    layers: Layers = None,
+    layers: Annotated[
+        str | None, typer.Option(metavar="2,4-8", help="Default: all layers of both.")
+    ] = None,
     stages: Stages = None,
     limits: LimitsFile = None,
     gate: Gates = None,

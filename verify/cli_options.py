@@ -42,7 +42,7 @@ Candidates = Annotated[
 ]
 Layers = Annotated[
     str | None,
-    typer.Option(metavar="2,4-8", help="Layers; default: the first of each ratio."),
+    typer.Option(metavar="2,4-8", help="Default: those recorded; else the first of each ratio."),
 ]
 Tokens = Annotated[str | None, typer.Option(metavar="N", help="Tokens; default: all.")]
 Seed = Annotated[

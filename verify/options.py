@@ -78,7 +78,7 @@ def parse_number(option: str, text: str, least: int) -> int:
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:
-    """Return the layers of ``2,4-8`` in ascending order, or None (all layers) for None.
+    """Return the layers of ``2,4-8`` in ascending order, or None for None.
 
     Raises
     ------

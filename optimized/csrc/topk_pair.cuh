@@ -1,4 +1,4 @@
-// Top-k of few or long rows: a pair of blocks reads a row, each a half of its columns.
+// Top-k of few rows of up to 32,768 columns: a pair of blocks reads a row, each a half of it.
 //
 // Where k/2 numbers of each half reach a number, k of the row do: the blocks agree on the lower of
 // the two that they find. Each gathers what reaches it into the first block's list, the first half

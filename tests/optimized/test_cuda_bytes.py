@@ -287,6 +287,25 @@ def test_long_calls_of_requests_of_any_length_padding_and_alignment(head_dim: in
         assert torch.equal(pool.pages.cpu(), paged.pool)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_windows_than_a_block_lists_at_once(dtype: torch.dtype) -> None:
+    """At ratio 128 a block lists 32 windows; 1,300 are more than one list on every card."""
+    lengths = (70 * 128 + 5, 1230 * 128)
+    inputs = make_inputs(128, 512, lengths, dtype, "normal", seed=34)
+    paged = allocate("main-584", page_rows(128), [n // 128 for n in lengths], 35)
+    plan = plan_of(lengths, 128, paged)
+    kv, score, weights = on_device(inputs)
+    tokens, entries = window_tokens(128, lengths)
+    rows = compute_rows(
+        inputs.main.kv, inputs.main.score, tokens, entries, Table.of(inputs, "").given
+    )
+    write_all(paged, encode_rows(paged.layout, rows))
+    pool = empty_pool(paged)
+
+    store(kv, score, weights, plan.to("cuda"), pool)
+    assert torch.equal(pool.pages.cpu(), paged.pool)
+
+
 @pytest.mark.parametrize("token", [3, 9, 20001, 40001, 40010, 41000])
 @pytest.mark.parametrize("name", ["kv", "score"])
 @pytest.mark.parametrize("head_dim", [128, 512])

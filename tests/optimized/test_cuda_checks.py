@@ -23,6 +23,7 @@ from needlepoint.optimized.cuda_store import (
     PagedPool,
     StoreWeights,
     new_state,
+    require_inputs,
     require_store,
     store,
 )
@@ -129,6 +130,25 @@ def test_inputs_are_aligned_to_the_widest_read() -> None:
     require_store(wide[:, 4 : WIDTH + 4], wide[:, WIDTH:], weights(), plan(), pool(), None)
     with pytest.raises(ValueError, match=r"kv: starts at .* remainder 4 .* of 8 bytes"):
         require_store(wide[:, 2 : WIDTH + 2], wide[:, WIDTH:], weights(), plan(), pool(), None)
+
+
+@pytest.mark.parametrize(("ratio", "head_dim", "bits"), [(4, 128, 32), (128, 512, 25)])
+def test_rows_too_far_apart_for_the_arithmetic_of_addresses(
+    ratio: int, head_dim: int, bits: int
+) -> None:
+    """A window of 128 tokens counts elements from its first one in 32 bits."""
+    width = head_dim * (2 if ratio == 4 else 1)
+    table = torch.zeros(129, 32, 2)
+    given = StoreWeights.prepare(
+        ratio, torch.zeros(ratio, width), torch.ones(head_dim), table, 1e-6
+    )
+    planned = plan_store(ratio, Chunks.whole((1,)), torch.zeros(1, 1, dtype=torch.int32), 1)
+    near = torch.zeros(1, width).as_strided((1, width), (2**bits - 16, 1))
+    far = near.as_strided((1, width), (2**bits, 1))
+
+    require_inputs(near, near, given, planned, new_state(1, ratio, head_dim, FP32, "cpu"))
+    with pytest.raises(ValueError, match=rf"kv: rows {2**bits} elements apart, .* 2\*\*{bits} at"):
+        require_inputs(far, near, given, planned, new_state(1, ratio, head_dim, FP32, "cpu"))
 
 
 def test_the_device_is_checked_before_a_launch() -> None:

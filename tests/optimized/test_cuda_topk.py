@@ -14,6 +14,7 @@ from needlepoint.optimized.cuda_topk import (
     score_topk,
     score_topk_lists,
     topk,
+    topk_kind,
 )
 from needlepoint.verify.score_cases import make_case
 
@@ -25,7 +26,7 @@ pytestmark = [
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 PATHS = [(row, MMA) for row in SCORE_ROWS] + [(row, WGMMA) for row in WGMMA_ROWS if HOPPER]
-ROWS = {"few": 3, "many": 200}  # a cluster of blocks a row if it is long, one block a row
+ROWS = {"few": 3, "many": 200}  # a pair of blocks a row if it is long, one block a row
 
 
 def draw(kind: str, rows: int, columns: int, seed: int) -> Tensor:
@@ -101,11 +102,11 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("k", [1, 512, 2048])
+@pytest.mark.parametrize("k", [1, 3, 512, 513, 1024, 2048])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_picks_are_those_of_a_stable_sort(kind: str, rows: str, k: int) -> None:
-    for columns in (1, 511, 2049, 4099, 8191, 33000):
+    for columns in (1, 511, 2049, 4099, 8191, 8193, 16387, 20001, 32768, 33000):
         count = ROWS[rows]
         values = draw(kind, count, columns, seed=columns)
         limits = torch.randint(-2, columns + 1, (count,), dtype=torch.int32, device="cuda")
@@ -114,6 +115,18 @@ def test_picks_are_those_of_a_stable_sort(kind: str, rows: str, k: int) -> None:
         found = run(values, limits, k)
 
         assert torch.equal(found, expected_picks(values, limits, k)), columns
+
+
+@pytest.mark.parametrize("k", [1, 513, 1024])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_rows_that_see_little_of_their_columns(kind: str, k: int) -> None:
+    """Halves of a row with less than k columns, and without any."""
+    seen = [2, 5, k - 1, k, k + 1, k + 2, 2 * k + 1, 4097, 8193, 16384, 16385, 32767, 32768]
+    limits = torch.tensor(seen, dtype=torch.int32, device="cuda")
+    values = draw(kind, len(seen), 32768, seed=k)
+
+    assert topk_kind(len(seen), 32768, k) == "few"
+    assert torch.equal(run(values, limits, k), expected_picks(values, limits, k))
 
 
 @pytest.mark.parametrize("kind", ["normal", "relu", "few", "rising"])
