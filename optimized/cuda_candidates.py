@@ -21,8 +21,9 @@ from needlepoint.optimized.cuda_score_variants import accumulator, default_unit
 from needlepoint.optimized.cuda_scorer import CudaScorer
 from needlepoint.optimized.cuda_scores import KeyPages
 from needlepoint.optimized.cuda_steps import store_in_steps
-from needlepoint.optimized.cuda_store import PagedPool, StoreWeights, store
+from needlepoint.optimized.cuda_store import PagedPool, store
 from needlepoint.optimized.cuda_variants import query_name
+from needlepoint.optimized.cuda_weights import StoreWeights
 from needlepoint.optimized.interface import (
     INDEX,
     MAIN,

@@ -14,11 +14,11 @@ from needlepoint.optimized.cuda_runtime import kernel
 from needlepoint.optimized.cuda_store import (
     ROWS,
     PagedPool,
-    StoreWeights,
     launch_store,
     require_store,
 )
 from needlepoint.optimized.cuda_variants import step_name, store_name
+from needlepoint.optimized.cuda_weights import StoreWeights
 
 
 def store_in_steps(

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from needlepoint.optimized.cuda_plan import Chunks, StorePlan, plan_store
 from needlepoint.optimized.cuda_query import store_queries
-from needlepoint.optimized.cuda_store import PagedPool, StoreWeights, store
+from needlepoint.optimized.cuda_store import PagedPool, store
+from needlepoint.optimized.cuda_weights import StoreWeights
 from needlepoint.optimized.interface import INDEX, QueryRows
 from needlepoint.optimized.stateful import (
     Cache,

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from needlepoint.optimized.cuda_faults import new_faults
 from needlepoint.optimized.cuda_plan import StorePlan
-from needlepoint.optimized.cuda_store import PagedPool, StoreWeights, launch_store, require_store
+from needlepoint.optimized.cuda_store import PagedPool, launch_store, require_store
+from needlepoint.optimized.cuda_weights import StoreWeights
 
 _stream = cast(Callable[..., Any], torch.cuda.Stream)
 

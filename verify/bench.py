@@ -15,13 +15,8 @@ from typing import Final
 import torch
 
 from needlepoint.optimized.cuda_runtime import require_cuda
-from needlepoint.verify.bench_cases import (
-    QueryBench,
-    StoreBench,
-    StoreCase,
-    make_query,
-    make_store,
-)
+from needlepoint.verify.bench_cases import StoreBench, StoreCase, make_store
+from needlepoint.verify.bench_queries import QueryBench, make_query
 from needlepoint.verify.bench_sglang import VERSION, SglangKernels
 from needlepoint.verify.bench_timing import (
     Timing,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from needlepoint.optimized.cuda_candidates import plan_of
-from needlepoint.optimized.cuda_store import ROWS, PagedPool, StoreWeights, store
+from needlepoint.optimized.cuda_store import ROWS, PagedPool, store
+from needlepoint.optimized.cuda_weights import StoreWeights
 from needlepoint.optimized.interface import CompressorInputs, LayerInputs, PagedRows
 from needlepoint.optimized.keyside import KeySide
 from needlepoint.optimized.narrow import store_bf16, store_main_fp8

@@ -25,7 +25,8 @@ from needlepoint.optimized.cuda_scores import (
     require_scores,
     scores,
 )
-from needlepoint.optimized.cuda_topk import launch_topk, long_plan, score_topk_lists
+from needlepoint.optimized.cuda_topk import launch_topk
+from needlepoint.optimized.cuda_topk_lists import long_plan, score_topk_lists
 from needlepoint.verify.bench_cases import L2_FACTOR
 from needlepoint.verify.bench_score_engines import ScoreEngines, torch_scores
 from needlepoint.verify.bench_timing import Call, Side, Timing, measure

@@ -22,7 +22,8 @@ from torch import Tensor
 from needlepoint.optimized.compiled import Parameters, compute_rows, encode_rows
 from needlepoint.optimized.cuda_faults import new_faults, require_no_store_faults
 from needlepoint.optimized.cuda_plan import Chunks, StorePlan, plan_store, window_slots
-from needlepoint.optimized.cuda_store import ROWS, PagedPool, StoreWeights, new_state, store
+from needlepoint.optimized.cuda_store import ROWS, PagedPool, new_state, store
+from needlepoint.optimized.cuda_weights import StoreWeights
 from needlepoint.optimized.interface import LayerInputs, PagedRows
 from needlepoint.optimized.narrow import StoredRows
 from needlepoint.optimized.pages import allocate, page_rows, write_rows

@@ -21,12 +21,12 @@ from needlepoint.optimized.cuda_query import require_query
 from needlepoint.optimized.cuda_steps import store_in_steps
 from needlepoint.optimized.cuda_store import (
     PagedPool,
-    StoreWeights,
     new_state,
     require_inputs,
     require_store,
     store,
 )
+from needlepoint.optimized.cuda_weights import StoreWeights
 from needlepoint.optimized.exact32 import fma
 from needlepoint.optimized.specification import LOG2_E, LOWEST_EXPONENT, SCORE_LIMIT
 

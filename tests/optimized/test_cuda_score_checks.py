@@ -25,13 +25,12 @@ from needlepoint.optimized.cuda_score_variants import (
 from needlepoint.optimized.cuda_scores import KeyPages, KeyRows, require_scores, scores
 from needlepoint.optimized.cuda_topk import (
     PageTable,
-    long_plan,
     require_topk,
     score_topk,
-    score_topk_lists,
     topk,
     topk_kind,
 )
+from needlepoint.optimized.cuda_topk_lists import long_plan, score_topk_lists
 from needlepoint.optimized.cuda_variants import BY_NAME
 from needlepoint.optimized.toolchain import ARCHITECTURES
 from needlepoint.verify.score_cases import ScoreCase, make_case

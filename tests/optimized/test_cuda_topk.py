@@ -10,12 +10,11 @@ from needlepoint.optimized.cuda_score_variants import MMA, SCORE_ROWS, WGMMA, WG
 from needlepoint.optimized.cuda_topk import (
     PageTable,
     launch_topk,
-    long_plan,
     score_topk,
-    score_topk_lists,
     topk,
     topk_kind,
 )
+from needlepoint.optimized.cuda_topk_lists import long_plan, score_topk_lists
 from needlepoint.verify.score_cases import make_case
 
 pytestmark = [

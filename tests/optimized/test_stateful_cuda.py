@@ -12,7 +12,8 @@ from torch import Tensor
 from needlepoint.optimized import stateful_cuda
 from needlepoint.optimized.cuda_candidates import CudaCandidate, Launches
 from needlepoint.optimized.cuda_plan import Chunks, StorePlan, plan_store, ring_rows, window_slots
-from needlepoint.optimized.cuda_store import PagedPool, StoreWeights, new_state, store
+from needlepoint.optimized.cuda_store import PagedPool, new_state, store
+from needlepoint.optimized.cuda_weights import StoreWeights
 from needlepoint.optimized.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.interface import QueryInputs, QueryRows
 from needlepoint.optimized.narrow import store_fp8, store_main_fp8
