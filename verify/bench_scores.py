@@ -42,8 +42,15 @@ FULL = (("bf16", 2048, 8192), ("bf16", 4096, 32768), ("fp8", 2048, 8192), ("fp8"
 CAUSAL = (8192, 2048)
 DECODE = ((64, 16384), (32, 32768), (1, 32768))
 LONG = ((64, 16384), (4, 262144))
-TOPK = ((4096, 8192, False), (4096, 32768, False), (64, 32768, False), (64, 32768, True))
-"""Rows, columns, and whether the scores are in the L2, where a score kernel leaves few rows."""
+TOPK = (
+    (4096, 8192, ""),
+    (4096, 32768, ""),
+    (64, 32768, ""),
+    (64, 32768, " in the L2"),
+    (64, 32768, " rising"),
+)
+"""Rows, columns, and what is special: scores in the L2, where a score kernel leaves few rows, or
+rising by three standard deviations along the row, as late keys may score."""
 K = 512
 SETS = 3
 
@@ -164,14 +171,15 @@ def bench_decode_topk(row: str, requests: int, keys: int) -> ScoreRow:
     return ScoreRow(f"decode + top-k {row} {requests} x {keys}", tuple(times), f"{rate:.2f} TB/s")
 
 
-def bench_topk(rows: int, columns: int, engines: ScoreEngines, *, cached: bool) -> ScoreRow:
-    """Measure selection of 512 from random scores, out of memory or out of the L2."""
+def bench_topk(rows: int, columns: int, special: str, engines: ScoreEngines) -> ScoreRow:
+    """Measure selection of 512 from random scores; ``special`` as in :data:`TOPK`."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     l2 = torch.cuda.get_device_properties("cuda").L2_cache_size
     calls = max(SETS, -(-L2_FACTOR * l2 // (4 * rows * columns)))
+    slope = torch.linspace(0, 3 if special == " rising" else 0, columns, device="cuda")
     values = [
-        torch.randn(rows, columns, generator=generator, device="cuda")
-        for _ in range(2 if cached else calls)
+        torch.randn(rows, columns, generator=generator, device="cuda") + slope
+        for _ in range(2 if special == " in the L2" else calls)
     ]
     values = (values * calls)[:calls]  # what a replay costs is the same share of either
     limits = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
@@ -187,8 +195,7 @@ def bench_topk(rows: int, columns: int, engines: ScoreEngines, *, cached: bool) 
     ]
     times = measure([side for side in sides if side is not None], 15)
     rate = 4 * rows * columns / times[0].median_us / 1e6
-    name = f"top-{K} of {rows} x {columns}" + (" in the L2" if cached else "")
-    return ScoreRow(name, tuple(times), f"{rate:.2f} TB/s")
+    return ScoreRow(f"top-{K} of {rows} x {columns}{special}", tuple(times), f"{rate:.2f} TB/s")
 
 
 def check_against_engines(engines: ScoreEngines) -> str:
@@ -222,9 +229,9 @@ def workloads(engines: ScoreEngines) -> dict[str, Callable[[], Iterable[ScoreRow
     for row, (requests, keys) in product(KEY_BYTES, DECODE):
         name = f"paged decode {row} {requests} x {keys}"
         one(name, partial(bench_decode, row, requests, keys, engines))
-    for rows, columns, cached in TOPK:
-        name = f"top-{K} {rows} x {columns}" + (" in the L2" if cached else "")
-        one(name, partial(bench_topk, rows, columns, engines, cached=cached))
+    for rows, columns, special in TOPK:
+        run = partial(bench_topk, rows, columns, special, engines)
+        one(f"top-{K} {rows} x {columns}{special}", run)
     for row, (requests, keys) in product(("bf16", "fp8"), LONG):
         name = f"decode + top-{K} {row} {requests} x {keys}"
         one(name, partial(bench_decode_topk, row, requests, keys))

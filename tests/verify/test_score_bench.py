@@ -25,7 +25,7 @@ NONE = ScoreEngines(None, None, ("DeepGEMM: absent",))
 def test_every_format_and_shape_has_a_workload() -> None:
     names = list(workloads(NONE))
 
-    assert len(names) == len(set(names)) == 4 + 2 + 9 + 4 + 4
+    assert len(names) == len(set(names)) == 4 + 2 + 9 + 5 + 4
     assert all(any(row in name for name in names) for row in ("bf16", "fp8", "fp4", "top-512"))
 
 
