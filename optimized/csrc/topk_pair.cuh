@@ -107,18 +107,12 @@ __global__ __cluster_dims__(2, 1, 1)
   Gather::load(row.numbers(), end, begin, x);
   group_keys(x, keys);
   const float threshold = pair_threshold<T>(keys, p.k, shared);
+  const uint32_t wanted = Gather::wanted(x, end, begin, threshold);
   uint2* middle = (rank == 0 ? shared.list : peer_pointer(shared.list, 0)) + T::kHalf;
-  const auto append = [&](float reach, int round) {
-    const uint32_t wanted = Gather::wanted(x, end, begin, reach);
-    return rank == 0 ? Gather::template append<true>(x, wanted, begin, middle, 0, T::kHalf, round,
-                                                     shared.gather)
-                     : Gather::append(x, wanted, begin, middle, 0, T::kHalf, round, shared.gather);
-  };
-  int count = append(threshold, 0);
-  if (count > T::kHalf) {  // where a half has most of a row's largest, k of its own are enough
-    const HeldKeys<T::kKeys> held{keys};
-    count = append(threshold_of(Select::find_roughly_in_range(held, p.k, p.k / 2, shared.select)), 1);
-  }
+  const int count =
+      rank == 0
+          ? Gather::template append<true>(x, wanted, begin, middle, 0, T::kHalf, 0, shared.gather)
+          : Gather::append(x, wanted, begin, middle, 0, T::kHalf, 0, shared.gather);
   release_successor();
   if (threadIdx.x == 0) *(peer_pointer(shared.counts, 0) + rank) = count;
   cluster_arrive();
