@@ -46,8 +46,8 @@ TOPK = (
     (4096, 8192, ""),
     (4096, 32768, ""),
     (64, 32768, ""),
-    (64, 32768, " in the L2"),
-    (64, 32768, " rising"),
+    (64, 32768, "in the L2"),
+    (64, 32768, "rising"),
 )
 """Rows, columns, and what is special: scores in the L2, where a score kernel leaves few rows, or
 rising by three standard deviations along the row, as late keys may score."""
@@ -176,10 +176,10 @@ def bench_topk(rows: int, columns: int, special: str, engines: ScoreEngines) -> 
     generator = torch.Generator(device="cuda").manual_seed(0)
     l2 = torch.cuda.get_device_properties("cuda").L2_cache_size
     calls = max(SETS, -(-L2_FACTOR * l2 // (4 * rows * columns)))
-    slope = torch.linspace(0, 3 if special == " rising" else 0, columns, device="cuda")
+    slope = torch.linspace(0, 3 if special == "rising" else 0, columns, device="cuda")
     values = [
         torch.randn(rows, columns, generator=generator, device="cuda") + slope
-        for _ in range(2 if special == " in the L2" else calls)
+        for _ in range(2 if special == "in the L2" else calls)
     ]
     values = (values * calls)[:calls]  # what a replay costs is the same share of either
     limits = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
@@ -195,7 +195,8 @@ def bench_topk(rows: int, columns: int, special: str, engines: ScoreEngines) -> 
     ]
     times = measure([side for side in sides if side is not None], 15)
     rate = 4 * rows * columns / times[0].median_us / 1e6
-    return ScoreRow(f"top-{K} of {rows} x {columns}{special}", tuple(times), f"{rate:.2f} TB/s")
+    name = f"top-{K} of {rows} x {columns} {special}".rstrip()
+    return ScoreRow(name, tuple(times), f"{rate:.2f} TB/s")
 
 
 def check_against_engines(engines: ScoreEngines) -> str:
@@ -231,7 +232,7 @@ def workloads(engines: ScoreEngines) -> dict[str, Callable[[], Iterable[ScoreRow
         one(name, partial(bench_decode, row, requests, keys, engines))
     for rows, columns, special in TOPK:
         run = partial(bench_topk, rows, columns, special, engines)
-        one(f"top-{K} {rows} x {columns}{special}", run)
+        one(f"top-{K} {rows} x {columns} {special}".rstrip(), run)
     for row, (requests, keys) in product(("bf16", "fp8"), LONG):
         name = f"decode + top-{K} {row} {requests} x {keys}"
         one(name, partial(bench_decode_topk, row, requests, keys))
