@@ -253,8 +253,9 @@ def _matching_layers(
         for layer in layers:
             if layer not in recording.layers:
                 raise RecordingError(
-                    f"layer {layer} is not in {recording.directory}, which has "
-                    f"{list(recording.layers)}; expected the same layers on both sides"
+                    f"layer {layer} is not in {recording.directory}: {left.directory} has "
+                    f"{list(left.layers)}, {right.directory} {list(right.layers)}; name layers "
+                    "that both have"
                 )
     for layer in layers:
         one, other = _judged(left.record(layer)), _judged(right.record(layer))

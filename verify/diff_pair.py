@@ -84,8 +84,8 @@ def require_same_constants(pair: LayerPair) -> None:
     different += [name for name, (x, y) in tensors.items() if not torch.equal(x, y)]
     if different:
         raise RecordingError(
-            f"layer {one.layer}: {', '.join(different)} differ between the recordings; expected "
-            "two recordings of one model and one input"
+            f"{', '.join(different)} differ between the recordings; expected two recordings of one "
+            "model, one input and one seed of weights"
         )
 
 

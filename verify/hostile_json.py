@@ -24,6 +24,20 @@ def first_fault(error: ValidationError) -> str:
     return f"{place}: got {str(first['input'])[:80]!r}: {first['msg']}"
 
 
+def file_inside(directory: Path, name: str, what: str = "recording") -> Path:
+    """Return the path of a file of a directory, which may itself be a link.
+
+    Raises
+    ------
+    RecordingError
+        Where a link leads out of the directory.
+    """
+    path = directory / name
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise RecordingError(f"{path}: is a link out of the {what}; expected a file in it")
+    return path
+
+
 def read_bounded(path: Path, limit: int) -> bytes:
     """Return the bytes of a regular file of at most ``limit`` bytes.
 

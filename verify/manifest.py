@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 from needlepoint.reference.names import RopeLayout
 from needlepoint.verify.hostile_json import MAX_JSON_DEPTH as MAX_JSON_DEPTH
 from needlepoint.verify.hostile_json import RecordingError as RecordingError
+from needlepoint.verify.hostile_json import file_inside
 from needlepoint.verify.hostile_json import first_fault as first_fault
 from needlepoint.verify.hostile_json import parse_json as parse_json
 from needlepoint.verify.hostile_json import read_bounded as read_bounded
@@ -202,10 +203,11 @@ def load_manifest(directory: Path) -> Manifest:
     Raises
     ------
     RecordingError
-        Where the directory or its manifest is missing, too large, not UTF-8, not JSON, nested too
-        deeply, or not ``needlepoint.recording/1``; names the file and the first field at fault.
+        Where the directory or its manifest is missing, the manifest a link out of it, too large,
+        not UTF-8, not JSON, nested too deeply, or not ``needlepoint.recording/1``; names the file
+        and the first field at fault.
     """
-    path = directory / MANIFEST_FILE
+    path = file_inside(directory, MANIFEST_FILE)
     raw = read_bounded(path, MAX_MANIFEST_BYTES)
     value = parse_json(raw, str(path))
     try:

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field, JsonValue, ValidationError
 from torch import Tensor
 
+from needlepoint.verify.hostile_json import file_inside
 from needlepoint.verify.inputs import mini_directory
 from needlepoint.verify.inputs_checks import tensor_digest
 from needlepoint.verify.manifest import (
@@ -183,9 +184,7 @@ def _states(directory: Path, manifest: PoolManifest) -> Tensor:
     """Return all rows as one tensor; beside it no more than the files' own rows is held."""
     parts: dict[str, list[Tensor]] = {"passages": [], "facts": [], "questions": []}
     for file, declared in manifest.files.items():
-        path = directory / file
-        if not path.resolve().is_relative_to(directory.resolve()):
-            raise RecordingError(f"{path}: is a link out of the pool; expected a file in it")
+        path = file_inside(directory, file, "pool")
         header = read_header(path)
         for name, shape in declared.items():
             entry = header.get(name)
@@ -216,7 +215,7 @@ def _states(directory: Path, manifest: PoolManifest) -> Tensor:
 
 
 def _manifest(directory: Path) -> PoolManifest:
-    path = directory / "manifest.json"
+    path = file_inside(directory, "manifest.json", "pool")
     value = parse_json(read_bounded(path, MAX_MANIFEST_BYTES), str(path))
     try:
         manifest = PoolManifest.model_validate_json(json.dumps(value))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from needlepoint.optimized.interface import LayerInputs, Observed
+from needlepoint.verify.hostile_json import file_inside
 from needlepoint.verify.manifest import LayerRecord, Manifest, RecordingError, load_manifest
 from needlepoint.verify.recordings_file import DTYPES, read_header, read_tensor
 from needlepoint.verify.recordings_layer import layer_inputs, layer_observed
@@ -155,7 +156,6 @@ def open_recording(directory: Path) -> Recording:
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
     """Require the files to hold exactly the tensors that the manifest declares."""
-    root = directory.resolve()
     declared: dict[str, set[str]] = {}
     for name, record in manifest.tensors.items():
         declared.setdefault(record.file, set()).add(name)
@@ -163,9 +163,7 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
         if path.name not in declared:
             raise RecordingError(f"{path}: the manifest does not declare this file; remove it")
     for file, names in declared.items():
-        path = directory / file
-        if not path.resolve().is_relative_to(root):
-            raise RecordingError(f"{path}: is a link out of the recording; expected a file in it")
+        path = file_inside(directory, file)
         header = read_header(path)
         for name in sorted(names - set(header)):
             raise RecordingError(f"{path}: tensor {name} is missing; the manifest declares it")

@@ -179,10 +179,11 @@ def test_file_names_stay_inside(tmp_path: Path, name: str) -> None:
         open_recording(recording(tmp_path, tensors=tensors))
 
 
-def test_links_out_of_the_directory_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["input.safetensors", "manifest.json"])
+def test_links_out_of_the_directory_are_refused(tmp_path: Path, file: str) -> None:
     directory = recording(tmp_path / "r")
-    (directory / "input.safetensors").rename(tmp_path / "outside.safetensors")
-    (directory / "input.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    (directory / file).rename(tmp_path / f"outside-{file}")
+    (directory / file).symlink_to(tmp_path / f"outside-{file}")
     with pytest.raises(RecordingError, match="is a link out of the recording"):
         open_recording(directory)
 
