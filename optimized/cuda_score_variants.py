@@ -35,7 +35,7 @@ _WGMMA_BYTES = {
     ("fp8", "c64"): 104096,
 }
 _WGMMA_TOPK_BYTES = {"bf16": 107136, "fp8": 103072}
-_TOPK_BYTES = {"rows": 41424, "few": 41632, "long": 74384}
+_TOPK_BYTES = {"rows": 41424, "few": 41648, "long": 74384}
 _TOPK_TRAITS = {
     "rows": ("run_topk", "TopkRows", "11topk_kernelINS_10TopkTraitsILi256E"),
     "few": ("run_topk_pair", "TopkFew", "16topk_pair_kernel"),

@@ -1,7 +1,8 @@
 // Top-k of few rows of up to 32,768 columns: a pair of blocks reads a row, each a half of it.
 //
-// Where k/2 numbers of each half reach a number, k of the row do: the blocks agree on the lower of
-// the two that they find. Each gathers what reaches it into the first block's list, the first half
+// Where k/2 numbers of each half reach a number, or k of one half, k of the row do: the blocks agree
+// on the largest number that this says, so that neither half has many that reach it, also where
+// scores rise along the row. Each gathers what reaches it into the first block's list, the first half
 // up to the middle of the list and the second from there on, so that together they are one list in
 // order of columns without a copy; the first block selects.
 #pragma once
@@ -57,7 +58,8 @@ struct PairTraits {
   struct Shared {
     typename Select::Shared select;
     typename Gather::Shared gather;
-    uint32_t thresholds[2];
+    uint32_t thresholds[2][2];  // of both halves: what k/2 numbers reach, what k do
+    uint32_t step;
     int counts[2];
     uint2 list[2 * kHalf];
   };
@@ -72,15 +74,19 @@ template <class T>
 __device__ __forceinline__ float pair_threshold(
     const uint32_t (&keys)[T::kKeys], int k, typename T::Shared& shared) {
   const HeldKeys<T::kKeys> held{keys};
-  const uint32_t own =
-      T::Select::find_roughly_in_range(held, (k + 1) / 2, (k + 3) / 4, shared.select);
+  const uint2 own =
+      T::Select::find_two_roughly(held, (k + 1) / 2, (k + 3) / 4, k, shared.step, shared.select);
   cluster_wait();  // the other one runs
   if (threadIdx.x < 2) {
-    store_peer(peer_address(shared.thresholds + cluster_rank(), threadIdx.x), own);
+    const uint32_t both = peer_address(shared.thresholds, threadIdx.x) + 4 * cluster_rank();
+    store_peer(both, own.x);
+    store_peer(both + 8, own.y);
   }
   cluster_arrive();
   cluster_wait();
-  return threshold_of(min(shared.thresholds[0], shared.thresholds[1]));
+  const auto& halves = shared.thresholds[0];
+  const auto& alone = shared.thresholds[1];
+  return threshold_of(max(min(halves[0], halves[1]), max(alone[0], alone[1])));
 }
 
 template <class T>

@@ -142,17 +142,22 @@ struct BlockSelect {
     return find_digits<false>(source, 0, 32, need, slack, shared).cut;
   }
 
-  // The same where keys are close to each other.
+  // The same for keys close to each other, and a coarser one that `also` of them reach: the lowest of
+  // a thread's digits of their range. `step` is shared memory for it.
   template <class Source>
-  __device__ static uint32_t find_roughly_in_range(
-      const Source& source, int need, int slack, Shared& shared) {
+  __device__ static uint2 find_two_roughly(
+      const Source& source, int need, int slack, int also, uint32_t& step, Shared& shared) {
     const uint2 keys = range(source, shared);
-    return find_digits<false>(source, keys.x, keys.y, need, slack, shared).cut;
+    const int bits = keys.y, shift = bits - min(kDigitBits, bits);
+    const uint32_t key =
+        find_digits<false, true>(source, keys.x, bits, need, slack, shared, also, &step).cut;
+    return make_uint2(key, keys.x + (step << shift));
   }
 
-  template <bool kExact, class Source>
+  template <bool kExact, bool kAlso = false, class Source>
   __device__ static Cut find_digits(
-      const Source& source, uint32_t low, int bits, int need, int slack, Shared& shared) {
+      const Source& source, uint32_t low, int bits, int need, int slack, Shared& shared,
+      int also = 0, uint32_t* step = nullptr) {
     uint4* table = reinterpret_cast<uint4*>(shared.table);  // by digit, downwards
     uint32_t prefix = 0;
     int shift = bits;
@@ -176,7 +181,8 @@ struct BlockSelect {
         const uint4 four = table[threadIdx.x * kEach + i];
         sum += four.x + four.y + four.z + four.w;
       }
-      uint32_t above = before(sum, total, shared);
+      const uint32_t first = before(sum, total, shared);
+      uint32_t above = first;
       const uint32_t wanted = static_cast<uint32_t>(need);
       if (above < wanted && wanted <= above + sum) {
 #pragma unroll 1
@@ -194,6 +200,12 @@ struct BlockSelect {
           }
         }
         shared.counter = 0;
+      }
+      if (kAlso && above_shift == bits) {  // to the lowest digit of a thread
+        const uint32_t wanted_also = static_cast<uint32_t>(also);
+        if (first < wanted_also && wanted_also <= first + sum) {
+          *step = kDigits - 4 * kEach * (threadIdx.x + 1);
+        }
       }
       sync();
       prefix = prefix << width | shared.found[0];
