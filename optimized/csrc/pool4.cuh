@@ -147,22 +147,33 @@ __device__ __forceinline__ void pool_slots(
 }
 
 // The common case: every slot is a token of this call. In L1 the position embedding waits behind
-// every row that is on its way, so where registers allow it is read with them. Here and below
-// `meanwhile` is called when the reads are on their way.
+// every row that is on its way, so it is asked for with them: into registers, or where they are
+// short into shared memory, each thread its own. Here and below `meanwhile` is called when the reads
+// are on their way.
 template <class T, class Meanwhile>
 __device__ __forceinline__ void pool_from_input(
     const Window4<T>& window, float (&pooled)[4], const Meanwhile& meanwhile) {
-  constexpr bool kApeEarly = T::kDim == 128;
-  Raw4<typename T::Input> score[8], kv[8];
+  using Input = typename T::Input;
+  constexpr bool kInRegisters = T::kDim == 128 || std::is_same_v<Input, float>;
+  Raw4<Input> score[8], kv[8];
   float4 ape[8];
   window.read_input(score, 1);
   window.read_input(kv, 0);
+  if constexpr (kInRegisters) {
 #pragma unroll
-  for (int i = 0; i < 8 && kApeEarly; ++i) ape[i] = early(window.prescaled_ape(i));
-  after_loads();
-  meanwhile();
+    for (int i = 0; i < 8; ++i) ape[i] = early(window.prescaled_ape(i));
+    after_loads();
+    meanwhile();
+  } else {
+    __shared__ float4 stage[8][Store4<T>::kBlock];
 #pragma unroll
-  for (int i = 0; i < 8 && !kApeEarly; ++i) ape[i] = __ldg(window.prescaled_ape(i));
+    for (int i = 0; i < 8; ++i) copy_async<16>(&stage[i][threadIdx.x], window.prescaled_ape(i));
+    after_loads();
+    meanwhile();
+    wait_copies();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) ape[i] = stage[i][threadIdx.x];
+  }
   pool_slots(window, score, kv, ape, false, pooled);
 }
 
