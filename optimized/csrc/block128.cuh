@@ -33,9 +33,13 @@ struct Block128 : Store128 {
     float of[kLaneChannels];
   };
 
-  // kv and score of a window, each warp its own slots.
-  using WarpStage = typename Source::Raw[2][kGroupSlots][32];
-  using Stage = WarpStage[kGroups];
+  // kv and score of a window: what the pooling threads copy at once, 16 bytes each, lies together.
+  static constexpr int kPiece = 16 / sizeof(typename T::Input);  // channels of a copy
+  static constexpr int kPieces = kChannels / kPiece;             // of a slot
+  static constexpr int kAtOnce = 32 / kPieces;                   // slots that a warp copies at once
+  static constexpr int kCopies = kGroupSlots / kAtOnce;
+  using Stage = uint4[2][kCopies][32 * kGroups];
+  using Offsets = uint32_t[2][32 * kGroups];
   // As needlepoint.optimized.cuda_variants states it.
   static_assert(!kStaged || sizeof(Stage) == 16384 * sizeof(typename T::Input), "stage");
 
@@ -47,6 +51,7 @@ struct Block128 : Store128 {
     Lane weighted[2][kGroups][32];  // v of S3
     float4 norm_weight[T::kDim / 4];
     float4 angles[kRopeDims / 4];
+    std::conditional_t<kStaged, Offsets, int> offsets;  // see StagedSlots
   };
 };
 

@@ -21,16 +21,17 @@ __device__ __forceinline__ void add_slots(
 #pragma unroll
     for (int c = 0; c < B::kLaneChannels; ++c) {
       const float e = exp2_weight(clamp(__fsub_rn(z[i][c], m[c])));
-      sum.of[c] = __fadd_rn(sum.of[c], e);
+      sum.of[c] = i == 0 ? e : __fadd_rn(sum.of[c], e);  // 0 + e = e: weights are not negative
       weighted.of[c] = __fmaf_rn(e, kv[c], weighted.of[c]);
     }
   }
 }
 
-// S1 to S3 of one warp's slots.
+// S1 to S3 of one warp's slots. The window's number is read where it is told of, which is rare:
+// registers are short.
 template <class B, class Slots>
 __device__ __forceinline__ void pool_group(
-    const StoreParams& p, const Slots& slots, const Ape128<B>& ape, const int& number,
+    const StoreParams& p, Slots& slots, const Ape128<B>& ape, const int& number,
     uint32_t before, typename B::Shared& shared) {
   constexpr int kChannels = B::kLaneChannels, kSlots = B::kGroupSlots;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, buffer = before % 2;

@@ -25,47 +25,48 @@ struct DirectSlots {
 };
 
 // A warp's slots of a window out of shared memory, where no other warp touches them; the scores and
-// then kv of its next window take their place as soon as they have been used. A lane copies 16 bytes
-// of a slot at a time.
+// then kv of its next window take their place as soon as they have been used. A thread copies 16
+// bytes of a slot at a time.
 template <class T, class B>
 struct StagedSlots {
+  using Input = typename T::Input;
   using Raw = typename B::Source::Raw;
-  static constexpr int kPiece = 16 / sizeof(typename T::Input);  // channels of a copy
-  static constexpr int kPieces = B::kChannels / kPiece;          // of a slot
-  static constexpr int kAtOnce = 32 / kPieces;                   // slots that a warp copies at once
-  static constexpr int kCopies = B::kGroupSlots / kAtOnce;
   const StoreParams& p;
-  typename B::WarpStage& stage;
-  const Turn* turns;
-  int first, column, lane;  // slot and column of the lane's copies
-  const typename T::Input *kv_base, *score_base;  // of these, if the first token were token 0
-  int next;                 // of the turns; negative: there is none
+  typename B::Stage& stage;
+  const typename B::Offsets& offsets;
+  int slice;
+  int left;          // turns whose slots have not been copied
+  const Turn* next;  // the first of them
 
-  __device__ __forceinline__ StagedSlots(
-      const StoreParams& params, typename B::WarpStage& own, const Turn* listed, int group,
-      int slice)
-      : p(params),
-        stage(own),
-        turns(listed),
-        first(group + threadIdx.x % 32 / kPieces),
-        column(slice * B::kChannels + threadIdx.x % kPieces * kPiece),
-        lane(threadIdx.x % 32),
-        kv_base(static_cast<const typename T::Input*>(p.kv) + first * p.kv_stride + column),
-        score_base(static_cast<const typename T::Input*>(p.score) + first * p.score_stride + column),
-        next(-1) {}
+  // Slot and column of a thread's first copy.
+  static __device__ __forceinline__ int first() {
+    return threadIdx.x / 32 * B::kGroupSlots + threadIdx.x % 32 / B::kPieces;
+  }
+  static __device__ __forceinline__ int column(int slice) {
+    return slice * B::kChannels + threadIdx.x % B::kPieces * B::kPiece;
+  }
+  // Elements from a window's first token to a thread's first copy: a read takes less than their
+  // arithmetic, and registers are short.
+  static __device__ __forceinline__ void note(
+      const StoreParams& p, int slice, typename B::Offsets& offsets) {
+    offsets[0][threadIdx.x] = first() * p.kv_stride + column(slice);
+    offsets[1][threadIdx.x] = first() * p.score_stride + column(slice);
+  }
 
   template <int kPart>
   __device__ __forceinline__ void read_next() const {
-    if (next >= 0) {
-      const Turn& turn = turns[next];
+    if (left > 0) {
+      const Turn& turn = *next;
       if (T::kMode == Mode::prefill && turn.window.from_state == 0) {
-        const auto* source = kPart == 0 ? kv_base + turn.kv : score_base + turn.score;
-        const uint64_t step = kAtOnce * (kPart == 0 ? p.kv_stride : p.score_stride);
-        copy<kPart, kCopies>([&](int i) { return source + i * step; });
-      } else {  // in prefill the few windows that begin in the state: registers come first
-        const FromState<T, kPiece, false> source(p, turn.window, first, column);
-        copy<kPart, T::kMode == Mode::prefill ? 1 : kCopies>([&](int i) {
-          return kPart == 0 ? source.kv_place(i * kAtOnce) : source.score_place(i * kAtOnce);
+        const auto* rows = static_cast<const Input*>(kPart == 0 ? p.kv : p.score);
+        const auto* source =
+            rows + ((kPart == 0 ? turn.kv : turn.score) + offsets[kPart][threadIdx.x]);
+        const uint64_t step = B::kAtOnce * (kPart == 0 ? p.kv_stride : p.score_stride);
+        copy<kPart, B::kCopies>([&](int i) { return source + i * step; });
+      } else {  // one after another: a decode step waits for memory, and registers are short
+        const FromState<T, B::kPiece, false> source(p, turn.window, first(), column(slice));
+        copy<kPart, 1>([&](int i) {
+          return kPart == 0 ? source.kv_place(i * B::kAtOnce) : source.score_place(i * B::kAtOnce);
         });
       }
     }
@@ -73,12 +74,19 @@ struct StagedSlots {
   }
   template <int kPart, int kUnroll, class Place>
   __device__ __forceinline__ void copy(const Place& place) const {
-    auto* target = reinterpret_cast<uint4*>(stage[kPart]) + lane;
 #pragma unroll kUnroll
-    for (int i = 0; i < kCopies; ++i) copy_async<16>(target + 32 * i, place(i));
+    for (int i = 0; i < B::kCopies; ++i) {
+      copy_async<16>(&stage[kPart][i][threadIdx.x], place(i));
+    }
   }
-  __device__ __forceinline__ Raw score(int i) const { return stage[1][i][lane]; }
-  __device__ __forceinline__ Raw kv(int i) const { return stage[0][i][lane]; }
+  template <int kPart>
+  __device__ __forceinline__ Raw slot(int i) const {
+    const auto* own =
+        reinterpret_cast<const Raw*>(&stage[kPart][i / B::kAtOnce][threadIdx.x & ~31]);
+    return own[i % B::kAtOnce * 32 + threadIdx.x % 32];
+  }
+  __device__ __forceinline__ Raw score(int i) const { return slot<1>(i); }
+  __device__ __forceinline__ Raw kv(int i) const { return slot<0>(i); }
   // Scores and kv follow each other: all but the youngest copies are there, of all lanes.
   __device__ __forceinline__ void await() const {
     wait_copies_but<1>();
@@ -88,9 +96,10 @@ struct StagedSlots {
     __syncwarp();  // all lanes have used what is overwritten
     read_next<1>();
   }
-  __device__ __forceinline__ void read_next_kv() const {
+  __device__ __forceinline__ void read_next_kv() {
     __syncwarp();
     read_next<0>();
+    if (left > 0) --left, ++next;
   }
 };
 

@@ -59,12 +59,16 @@ void store128_kernel(const __grid_constant__ StoreParams p) {
   const int keeping = (p.num_writes + B::kTokens - 1) / B::kTokens;
   const int pooling = gridDim.x - keeping;
   release_successor();
-  if (blockIdx.x >= pooling) {
-    keep_tokens128<T>(p, (blockIdx.x - pooling) * B::kTokens);
+  // In a decode step blocks that keep tokens come first: most steps do nothing else, and behind
+  // blocks that pool they queue for a place.
+  constexpr bool kKeepFirst = T::kMode == Mode::decode;
+  if (kKeepFirst ? blockIdx.x < keeping : blockIdx.x >= pooling) {
+    keep_tokens128<T>(p, (kKeepFirst ? blockIdx.x : blockIdx.x - pooling) * B::kTokens);
     return;
   }
-  const int stream = blockIdx.x / B::kSlices, streams = pooling / B::kSlices;
-  const int slice = blockIdx.x % B::kSlices, warp = threadIdx.x / 32;
+  const uint32_t number = kKeepFirst ? blockIdx.x - keeping : blockIdx.x;
+  const int stream = number / B::kSlices, streams = pooling / B::kSlices;
+  const int slice = number % B::kSlices, warp = threadIdx.x / 32;
   for (int i = threadIdx.x; i < T::kDim; i += B::kThreads) {
     reinterpret_cast<float*>(shared.norm_weight)[i] = p.norm_weight[i];
     (&shared.maxima[0][0][0])[i % (4 * B::kChannels)] = kLowest;
@@ -88,6 +92,7 @@ void store128_kernel(const __grid_constant__ StoreParams p) {
   }
   const int column = slice * B::kChannels + B::kLaneChannels * (threadIdx.x % 32);
   const int group = warp * B::kGroupSlots;
+  if constexpr (B::kStaged) StagedSlots<T, B>::note(p, slice, shared.offsets);
   Ape128<B> ape;
 #pragma unroll
   for (int i = 0; i < B::kGroupSlots; ++i) early(ape[i], p.ape + (group + i) * T::kWidth + column);
@@ -98,20 +103,20 @@ void store128_kernel(const __grid_constant__ StoreParams p) {
     const int count = shared.count;
     if (count < 0) return;
     if constexpr (B::kStaged) {
-      StagedSlots<T, B> slots(p, reinterpret_cast<typename B::Stage&>(stage)[warp], shared.turns,
-                              group, slice);
-      slots.next = min(count, 1) - 1;  // the first, if there is one
+      StagedSlots<T, B> slots{p, reinterpret_cast<typename B::Stage&>(stage), shared.offsets, slice,
+                              count, shared.turns};
       slots.read_next_score();
       slots.read_next_kv();
-      for (int i = 0; i < count; ++i, ++before) {
-        slots.next = i + 1 < count ? i + 1 : -1;
-        pool_group<B>(p, slots, ape, shared.turns[i].number, before, shared);
+      for (bool last = count == 0; !last; ++before) {
+        last = slots.left == 0;  // all have been copied, the last one is worked on
+        pool_group<B>(p, slots, ape, slots.next[-1].number, before, shared);
       }
     } else {
       for (int i = 0; i < count; ++i, ++before) {
         const Turn& turn = shared.turns[i];
         const typename B::Source source(p, turn.window, group, column);
-        pool_group<B>(p, DirectSlots(source), ape, turn.number, before, shared);
+        DirectSlots slots(source);
+        pool_group<B>(p, slots, ape, turn.number, before, shared);
       }
     }
     if (count > 0) meet<B>();
