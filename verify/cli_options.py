@@ -44,7 +44,10 @@ Layers = Annotated[
     str | None,
     typer.Option(metavar="2,4-8", help="Default: those recorded; else the first of each ratio."),
 ]
-Tokens = Annotated[str | None, typer.Option(metavar="N", help="Tokens; default: all.")]
+Tokens = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="Default: all of a recording, 2,304 of a synthetic input."),
+]
 Seed = Annotated[
     str | None,
     typer.Option(metavar="N", help="Seed of weights and synthetic input."),
