@@ -2,9 +2,10 @@
 //
 // Where k/2 numbers of each half reach a number, or k of one half, k of the row do: the blocks agree
 // on the largest number that this says, so that neither half has many that reach it, also where
-// scores rise along the row. Each gathers what reaches it into the first block's list, the first half
-// up to the middle of the list and the second from there on, so that together they are one list in
-// order of columns without a copy; the first block selects.
+// scores rise along the row, as long as k is well below the maxima that a half holds. Each gathers
+// what reaches it into the first block's list, the first half up to the middle of the list and the
+// second from there on, so that together they are one list in order of columns without a copy; the
+// first block selects. A half with more than its share has the row read again.
 #pragma once
 
 #include "topk.cuh"
