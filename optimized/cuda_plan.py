@@ -212,6 +212,7 @@ def plan_store(
     end = chunks.start + chunks.length
     first = chunks.start // ratio
     count = end // ratio - first
+    _require_pages(int((end // ratio)[count > 0].max(initial=0)), page_table, page_size)
     owner, step = _ragged(count)
     entry = first[owner] + step
     row0 = np.cumsum(chunks.length) - chunks.length
@@ -274,6 +275,7 @@ def _require_chunks(
         ("head", chunks.head, ring),
         ("start", chunks.start, 2**31),
         ("length", chunks.length, 2**31),
+        ("end", chunks.start + chunks.length, 2**31),
     ):
         bad = np.flatnonzero((array < 0) | (array >= limit))
         if bad.size:
@@ -295,14 +297,18 @@ def _require_chunks(
         )
 
 
-def _slots(request: I64, entry: I64, table: npt.NDArray[np.int32], page_size: int) -> I64:
-    column = entry // page_size
-    if entry.size and int(column.max()) >= table.shape[1]:
+def _require_pages(entries: int, page_table: Tensor, page_size: int) -> None:
+    """Check that a request of so many entries fits, before anything is made for each of them."""
+    last = (entries - 1) // page_size
+    if last >= page_table.shape[1]:
         raise ValueError(
-            f"page_table of {table.shape[1]} pages a request: entry {int(entry.max())} needs page "
-            f"{int(column.max())}"
+            f"page_table of {page_table.shape[1]} pages a request: entry {entries - 1} needs page "
+            f"{last}"
         )
-    page = table[request, column].astype(np.int64)
+
+
+def _slots(request: I64, entry: I64, table: npt.NDArray[np.int32], page_size: int) -> I64:
+    page = table[request, entry // page_size].astype(np.int64)
     return np.where(page < 0, np.int64(-1), page * page_size + entry % page_size)
 
 

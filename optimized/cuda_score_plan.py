@@ -79,7 +79,7 @@ def plan_scores(
     unit
         ``"mma"`` or ``"wgmma"``.
     most
-        Rows of a group at most; None for as many as a block can keep.
+        Rows of a group at most, if a block can keep more.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def plan_scores(
     if most is not None and most < 1:
         raise ValueError(f"groups of {most} rows: expected at least 1")
     room = {tile: head_rows // held for tile, head_rows in TILES[unit].items()}
-    largest = max(room.values()) if most is None else most
+    largest = min(max(room.values()), most or max(room.values()))
     found: dict[str, list[tuple[int, int, int, int]]] = {tile: [] for tile in room}
     row = 0
     for request, count in enumerate(counts):

@@ -162,7 +162,7 @@ def require_scores(
     if not 0 <= columns < 2**31:
         raise ValueError(f"columns {columns}: expected 0 to 2**31 - 1")
     shape = (plan.rows, plan.heads)
-    codes = query.codes.view(torch.uint8)
+    codes = _as_bytes("query.codes", query.codes)
     require_tensor("query.codes", codes, (*shape, CODE_BYTES[row]), (torch.uint8,))
     require_tensor("query.weights", query.weights, shape, (torch.float32,), align=4)
     query_scales = codes.new_empty(0)
@@ -175,12 +175,20 @@ def require_scores(
         raise ValueError("query: fp8 scales are not folded into the weights, expected them folded")
     require_tensor("limits", limits, (plan.rows,), (torch.int32,), align=4)
     key_tensors, shift = _require_keys(keys, plan, columns)
+    names = ("keys", "keys.scales", "keys.table", "keys.starts")
     device = require_same_device(
-        **{"query.codes": codes, "query.weights": query.weights, "keys": key_tensors[0]},
+        **{"query.codes": codes, "query.weights": query.weights, "query.scales": query_scales},
+        **dict(zip(names, key_tensors, strict=True)),
         plan=plan.row_requests,
     )
     tensors = (codes, query_scales, query.weights, _device_limits(limits, columns, device))
     return ScoreArguments(row, device, tensors, key_tensors, shift, columns)
+
+
+def _as_bytes(name: str, tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: strides {tensor.stride()}, expected contiguous rows")
+    return tensor.view(torch.uint8)
 
 
 def _device_limits(limits: Tensor, columns: int, device: torch.device) -> Tensor:
@@ -199,7 +207,7 @@ def _require_keys(keys: Keys, plan: ScorePlan, columns: int) -> tuple[tuple[Tens
     """Return keys, scales, table and starts, and log2 of the rows of a page."""
     row = keys.row
     if isinstance(keys, KeyRows):
-        byte_rows = keys.values.view(torch.uint8)
+        byte_rows = _as_bytes("keys.values", keys.values)
         require_tensor("keys.values", byte_rows, (None, CODE_BYTES[row]), (torch.uint8,))
         require_tensor("keys.starts", keys.starts, (plan.requests,), (torch.int64,), align=8)
         scales = byte_rows.new_empty((0, 0))

@@ -95,25 +95,38 @@ def topk(
     return picks
 
 
-def require_topk(values: Tensor, limits: Tensor, k: int, pages: PageTable | None) -> None:
-    """Check the arguments of :func:`topk`."""
-    if not 1 <= k <= TOPK_LIMITS["long"]:
-        raise ValueError(f"k {k}: expected 1 to {TOPK_LIMITS['long']}")
+def require_topk(
+    values: Tensor,
+    limits: Tensor,
+    k: int,
+    pages: PageTable | None,
+    columns: int | None = None,
+) -> None:
+    """Check the arguments of :func:`topk`; picks are below ``columns``, by default the values'."""
+    reach = values.shape[-1] if columns is None else columns
+    translation = require_picks(k, pages, limits.shape[0], reach)
     require_tensor("values", values, (None, None), (torch.float32,), rows_strided=True)
     if values.shape[1] > MAX_COLUMNS:
         raise ValueError(f"values: {values.shape[1]} columns, expected at most {MAX_COLUMNS}")
     require_tensor("limits", limits, (values.shape[0],), (torch.int32,), align=4)
-    tensors = {"values": values, "limits": limits}
-    if pages is not None:
-        tensors |= _require_pages(pages, values.shape[0])
-    require_same_device(**tensors)
+    require_same_device(values=values, limits=limits, **translation)
 
 
-def _require_pages(pages: PageTable, rows: int) -> dict[str, Tensor]:
+def require_picks(k: int, pages: PageTable | None, rows: int, columns: int) -> dict[str, Tensor]:
+    """Check what is picked of ``columns`` scores a row; return the page table's tensors by name."""
+    if not 1 <= k <= TOPK_LIMITS["long"]:
+        raise ValueError(f"k {k}: expected 1 to {TOPK_LIMITS['long']}")
+    if pages is None:
+        return {}
     size = pages.page_size
     if size < 1 or size & (size - 1):
         raise ValueError(f"pages.page_size {size}: expected a power of two")
     require_tensor("pages.table", pages.table, (None, None), (torch.int32,), align=4)
+    if pages.table.shape[1] * size < columns:
+        raise ValueError(
+            f"pages.table: {pages.table.shape[1]} pages of {size} rows a request, expected at "
+            f"least {-(-columns // size)} for {columns} columns"
+        )
     require_tensor("pages.row_requests", pages.row_requests, (rows,), (torch.int32,), align=4)
     return {"pages.table": pages.table, "pages.row_requests": pages.row_requests}
 
@@ -185,6 +198,9 @@ def score_topk(
     """
     require_scores(query, limits, keys, plan, columns)
     device = query.weights.device
+    translation = require_picks(k, pages, plan.rows, columns)
+    if translation:
+        require_same_device(weights=query.weights, **translation)
     picks = torch.empty((plan.rows, k), dtype=torch.int32, device=device)
     buffer: Tensor | None = None
     for first, stop, part in _chunks(plan, columns, budget_bytes):

@@ -11,7 +11,13 @@ from needlepoint.optimized.cuda_runtime import kernel
 from needlepoint.optimized.cuda_score_plan import ScorePlan, keys_of_a_block, plan_scores
 from needlepoint.optimized.cuda_score_variants import MMA, TILES, held_heads, score_topk_name
 from needlepoint.optimized.cuda_scores import Keys, allocate_scores, require_scores
-from needlepoint.optimized.cuda_topk import Lists, PageTable, launch_topk, require_topk
+from needlepoint.optimized.cuda_topk import (
+    Lists,
+    PageTable,
+    launch_topk,
+    require_picks,
+    require_topk,
+)
 from needlepoint.optimized.interface import QueryRows
 
 _HEAD_ROWS = 64  # of a block
@@ -51,6 +57,7 @@ def score_topk_lists(
         Before any launch, if an argument does not fit; the message names it.
     """
     given = require_scores(query, limits, keys, plan, columns)
+    require_picks(k, pages, plan.rows, columns)
     groups = _list_groups(plan)
     seen = given.tensors[3]
     span = list_span(columns, plan, k, given.device)
@@ -60,7 +67,7 @@ def score_topk_lists(
     found = torch.empty((plan.rows, values.stride(0)), dtype=torch.int32, device=given.device)[
         :, : spans * slots
     ]
-    require_topk(values, seen, k, pages)
+    require_topk(values, seen, k, pages, columns)
     launch = kernel(score_topk_name(plan.heads, given.row, plan.unit), given.device)
     sizes = (given.page_shift, columns, span)
     with torch.cuda.device(given.device):

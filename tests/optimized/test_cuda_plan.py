@@ -153,6 +153,8 @@ def chunk(**changes: int) -> Chunks:
         (chunk(start=-1), 4, False, "start -1"),
         (chunk(head=16), 4, False, "head 16, expected 0 <= head < 16"),
         (chunk(length=40), 4, False, "entry 9 needs page 2"),
+        (chunk(length=2**31 - 1), 4, False, "entry 536870910 needs page 134217727"),
+        (chunk(start=2**31 - 4), 4, False, "end 2147483652, expected 0 <= end < 2147483648"),
         (chunk(), 4, True, "chunk of 8 tokens: a decode plan takes at most one"),
         (Chunks.whole(()), 4, False, "four arrays of one length >= 1"),
         (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from needlepoint.optimized.cuda_score_plan import keys_of_a_block, plan_scores
 from needlepoint.optimized.cuda_score_variants import (
@@ -207,8 +209,83 @@ def test_bad_topk_arguments_are_named() -> None:
         require_topk(values, limits, 8, replace(pages, page_size=12))
     with pytest.raises(ValueError, match=r"pages\.row_requests: shape \(3,\), expected \(4\)"):
         require_topk(values, limits, 8, replace(pages, row_requests=limits[:3]))
+    with pytest.raises(ValueError, match=r"pages\.table: 8 pages of 8 rows a request, expected at"):
+        require_topk(torch.zeros(4, 68), limits, 8, pages)
+    with pytest.raises(ValueError, match=r"pages\.table: .* at least 9 for 65 columns"):
+        require_topk(values, limits, 8, pages, columns=65)
     with pytest.raises(ValueError, match="values: on cpu, expected a CUDA device"):
         require_topk(values, limits, 8, pages)
+
+
+@pytest.mark.parametrize("select", [score_topk, score_topk_lists])
+@pytest.mark.parametrize(
+    ("k", "size", "message"),
+    [
+        (0, 8, "k 0: expected 1 to 2048"),
+        (-1, 8, "k -1: expected 1 to 2048"),
+        (4096, 8, "k 4096: expected 1 to 2048"),
+        (4, 12, "pages.page_size 12: expected a power of two"),
+        (4, 4, "pages.table: 5 pages of 4 rows a request, expected at least 10 for 40"),
+    ],
+)
+def test_picks_are_checked_before_scores_are_launched(
+    select: Callable[..., Tensor],
+    k: int,
+    size: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = case()
+    for module in ("cuda_scores", "cuda_topk"):
+        monkeypatch.setattr(
+            f"needlepoint.optimized.{module}.require_same_device",
+            lambda **tensors: torch.device("cpu"),
+        )
+    pages = PageTable(torch.zeros(3, 5, dtype=torch.int32), size, batch.plan().row_requests)
+    plan = long_plan(list(COUNTS), 8)
+
+    with pytest.raises(ValueError, match=message):
+        select(batch.query, batch.limits, batch.paged(8), plan, 40, k, pages)
+
+
+def test_every_tensor_of_the_scores_must_be_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel takes addresses: one of the host would be read as one of the card."""
+    looked_at: set[str] = set()
+
+    def note(**tensors: Tensor) -> torch.device:
+        looked_at.update(tensors)
+        return torch.device("cpu")
+
+    monkeypatch.setattr("needlepoint.optimized.cuda_scores.require_same_device", note)
+    batch = case("fp4")
+    require_scores(batch.query, batch.limits, batch.paged(8), batch.plan(), 40)
+
+    names = {"codes", "scales", "weights"}
+    assert looked_at == {f"query.{name}" for name in names} | {
+        "keys",
+        "keys.scales",
+        "keys.table",
+        "keys.starts",
+        "plan",
+    }
+
+
+def test_rows_that_are_not_contiguous_are_named() -> None:
+    batch = case("bf16")
+    turned = batch.stored.values.T.contiguous().T
+    with pytest.raises(ValueError, match=r"keys\.values: strides .*, expected contiguous rows"):
+        require_scores(
+            batch.query, batch.limits, replace(batch.stored, values=turned), batch.plan(), 40
+        )
+    codes = batch.query.codes.transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(ValueError, match=r"query\.codes: strides .*, expected contiguous rows"):
+        require_scores(
+            replace(batch.query, codes=codes), batch.limits, batch.stored, batch.plan(), 40
+        )
+
+
+def test_groups_are_never_larger_than_a_block_keeps() -> None:
+    assert plan_scores((3000,), 64, most=1000).largest == plan_scores((3000,), 64).largest
 
 
 def test_the_kernel_fits_the_rows() -> None:
