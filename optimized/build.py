@@ -23,10 +23,9 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from needlepoint.optimized.cuda_variants import MODULES
 from needlepoint.optimized.toolchain import ARCHITECTURES, CSRC, FLAGS, BuildError, toolchain
@@ -146,36 +145,47 @@ def build(
     root = cache_folder() if cache is None else cache
     key = module_key(module, architecture, folder)
     final = root / f"{module}-sm_{architecture}-{key}"
-    root.mkdir(parents=True, exist_ok=True)
-    with _locked(root / f"{final.name}.lock"):
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = open_lock(root / f"{final.name}.lock")
+    except OSError as error:  # a cache that is only read, or no folder
+        found = None if choice == "force" else load_built(final, module, architecture, key)
+        if found is not None:
+            return found
+        raise BuildError(
+            f"kernel cache {root}: {error.strerror}; expected a folder that can be written, or "
+            f"that holds {final.name}: set {CACHE_VARIABLE}"
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, also if this process dies
         if choice != "force":
             found = load_built(final, module, architecture, key)
             if found is not None:
                 return found
         if choice == "never":
             raise BuildError(
-                f"kernel module {module} for sm_{architecture} is not in {root} and "
-                f"{BUILD_VARIABLE}=never forbids compiling; unset it, or run `make kernels`"
+                f"kernel module {module} for sm_{architecture} is not whole in {root} and "
+                f"{BUILD_VARIABLE}=never forbids compiling; unset it to build it there"
             )
         log = _compile(module, architecture, final, folder)
     return BuiltModule(module, architecture, key, final / f"{module}.so", log, "built")
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file releases the lock, also when this process dies
+def open_lock(path: Path) -> BinaryIO:
+    """Open a lock file, which may be new; never what a link in its place leads to."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
 
 
 def load_built(final: Path, module: str, architecture: str, key: str) -> BuiltModule | None:
     """Return a cached module if it is whole; anything else counts as absent."""
-    library = final / f"{module}.so"
+    library, described = final / f"{module}.so", final / "manifest.json"
     try:
-        manifest = json.loads((final / "manifest.json").read_text())
+        if not (library.is_file() and described.is_file()):  # reading a pipe would not end
+            return None
+        manifest = json.loads(described.read_text())
         whole = hashlib.sha256(library.read_bytes()).hexdigest() == manifest["library_sha256"]
         log = str(manifest["log"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return BuiltModule(module, architecture, key, library, log, "cached") if whole else None
 
@@ -204,7 +214,9 @@ def _compile(module: str, architecture: str, final: Path, folder: Path) -> str:
             "variants": [variant.name for variant in MODULES[module]],
         }
         (stage / "manifest.json").write_text(json.dumps(manifest))
-        if final.exists():
+        if final.is_symlink() or final.is_file():
+            final.unlink()
+        elif final.exists():
             shutil.rmtree(final)
         stage.rename(final)
     finally:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from needlepoint.optimized.build import cache_folder, load_built, sources_sha256
+from needlepoint.optimized.build import cache_folder, load_built, open_lock, sources_sha256
 from needlepoint.optimized.cuda_variants import INDEX_ROWS, INPUTS, MAIN_ROWS, MODULES
 from needlepoint.optimized.toolchain import ARCHITECTURES, CSRC, FLAGS, BuildError, toolchain
 
@@ -165,8 +165,9 @@ def _staleness(
 
 def _manifest(folder: Path) -> Mapping[str, object]:
     try:
-        found = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError):
+        path = folder / "manifest.json"
+        found = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -181,7 +182,12 @@ def _lock_if_free(cached: CachedModule) -> Iterator[bool]:
     if not cached.module:
         yield True
         return
-    with cached.folder.with_name(f"{cached.folder.name}.lock").open("w") as file:
+    try:
+        lock = open_lock(cached.folder.with_name(f"{cached.folder.name}.lock"))
+    except OSError:  # a cache that is only read
+        yield False
+        return
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -132,6 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--arch", action="append", choices=ARCHITECTURES, help="architecture; default all"
     )
     options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: expected at least 1")
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as fresh:
         folder = options.out or Path(fresh)
@@ -149,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         if use.fault is not None:
                             faults.append(use.fault)
                     sys.stdout.flush()
-            except BuildError as error:
+            except (BuildError, ValueError) as error:
                 pool.shutdown(cancel_futures=True)
                 sys.stderr.write(f"kernels: {error}\n")
                 return 2

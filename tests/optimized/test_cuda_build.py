@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from needlepoint.optimized.cuda_variants import (
     step_name,
     store_name,
 )
+from needlepoint.optimized.kernel_cache import cached_modules
 from needlepoint.optimized.kernels import KernelUse, module_uses, parse_log
 from needlepoint.optimized.toolchain import CSRC, FLAGS, BuildError, Toolchain
 
@@ -117,6 +119,107 @@ def test_a_damaged_build_is_never_loaded(sources: Path, tmp_path: Path, damage: 
 
     assert (again.path_taken, runs(tmp_path)) == ("built", 2)
     assert again.library.read_text() == translation_unit(MODULE)
+
+
+@pytest.mark.parametrize("path", ["manifest.json", f"{MODULE}.so"])
+@pytest.mark.parametrize("kind", ["pipe", "endless", "nested", "folder"])
+def test_files_that_no_build_leaves_are_damage(
+    sources: Path, tmp_path: Path, path: str, kind: str
+) -> None:
+    built = build(MODULE, "90a", tmp_path / "cache", sources)
+    target = built.library.parent / path
+    target.unlink()
+    if kind == "pipe":
+        os.mkfifo(target)
+    elif kind == "endless":
+        target.symlink_to("/dev/zero")
+    elif kind == "nested":
+        target.write_text("[" * 100_000)
+    else:
+        target.mkdir()
+
+    (listed,) = cached_modules(tmp_path / "cache", sources)
+    assert listed.stale == "damaged: library and manifest do not agree"
+    assert build(MODULE, "90a", tmp_path / "cache", sources).path_taken == "built"
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_stands_in_the_place_of_a_module_is_replaced(
+    sources: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build(MODULE, "90a", tmp_path / "cache", sources).library.parent
+    other = folder.rename(tmp_path / "other")
+    if kind == "file":
+        folder.write_text("a file")
+    else:
+        folder.symlink_to(other)
+    monkeypatch.setenv(building.BUILD_VARIABLE, "force")
+
+    assert build(MODULE, "90a", tmp_path / "cache", sources).path_taken == "built"
+    assert folder.is_dir()
+    assert not folder.is_symlink()
+    assert (other / "manifest.json").is_file()
+
+
+def test_a_lock_that_is_a_link_leads_nowhere(sources: Path, tmp_path: Path) -> None:
+    cache, valuable = tmp_path / "cache", tmp_path / "valuable"
+    valuable.write_text("precious")
+    cache.mkdir()
+    key = module_key(MODULE, "90a", sources)
+    (cache / f"{MODULE}-sm_90a-{key}.lock").symlink_to(valuable)
+
+    with pytest.raises(BuildError, match=r"kernel cache .* set NEEDLEPOINT_KERNEL_CACHE"):
+        build(MODULE, "90a", cache, sources)
+    assert valuable.read_text() == "precious"
+
+
+def test_a_cache_without_locks_is_read(sources: Path, tmp_path: Path) -> None:
+    """A cache that one user fills and others only read."""
+    built = build(MODULE, "90a", tmp_path / "cache", sources)
+    lock = built.library.parent.with_name(f"{built.library.parent.name}.lock")
+    lock.unlink()
+    lock.mkdir()  # no lock can be opened there, as in a folder without write permission
+
+    assert build(MODULE, "90a", tmp_path / "cache", sources).path_taken == "cached"
+    built.library.unlink()
+    with pytest.raises(BuildError, match="expected a folder that can be written, or that holds"):
+        build(MODULE, "90a", tmp_path / "cache", sources)
+
+
+def test_a_cache_that_is_a_file_is_named(sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.write_text("")
+    with pytest.raises(BuildError, match=f"kernel cache {cache}: File exists; expected a folder"):
+        build(MODULE, "90a", cache, sources)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "message"),
+    [
+        (["--jobs", "0"], "auto", "--jobs 0: expected at least 1"),
+        (["--arch", "90a"], "sometimes", "NEEDLEPOINT_KERNEL_BUILD='sometimes': expected one of"),
+        (["--arch", "90a", "--out", "FILE"], "auto", "kernel cache .*: File exists"),
+    ],
+)
+def test_kernels_refuses_in_a_line(
+    arguments: list[str],
+    variable: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """1 says that a variant spills; what cannot be compiled is 2."""
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv(building.BUILD_VARIABLE, variable)
+    try:
+        status: object = kernels.main([str(file) if a == "FILE" else a for a in arguments])
+    except SystemExit as error:
+        status = error.code
+
+    assert status == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_force_and_never(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
