@@ -103,12 +103,12 @@ def require_topk(
     columns: int | None = None,
 ) -> None:
     """Check the arguments of :func:`topk`; picks are below ``columns``, by default the values'."""
-    reach = values.shape[-1] if columns is None else columns
-    translation = require_picks(k, pages, limits.shape[0], reach)
     require_tensor("values", values, (None, None), (torch.float32,), rows_strided=True)
     if values.shape[1] > MAX_COLUMNS:
         raise ValueError(f"values: {values.shape[1]} columns, expected at most {MAX_COLUMNS}")
     require_tensor("limits", limits, (values.shape[0],), (torch.int32,), align=4)
+    reach = values.shape[1] if columns is None else columns
+    translation = require_picks(k, pages, values.shape[0], reach)
     require_same_device(values=values, limits=limits, **translation)
 
 

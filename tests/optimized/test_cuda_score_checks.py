@@ -203,6 +203,10 @@ def test_bad_topk_arguments_are_named() -> None:
         require_topk(torch.empty(1, 2**20 + 4), limits[:1], 8, None)
     with pytest.raises(ValueError, match=r"values: .* expected multiples of 16 bytes"):
         require_topk(torch.zeros(4, 65)[:, :64], limits, 8, None)
+    with pytest.raises(ValueError, match=r"limits: shape \(\), expected \(4\)"):
+        require_topk(values, limits[0], 8, None)
+    with pytest.raises(ValueError, match=r"values: shape \(64,\), expected \(any, any\)"):
+        require_topk(values[0], limits, 8, None)
     with pytest.raises(ValueError, match=r"limits: shape \(3,\), expected \(4\)"):
         require_topk(values, limits[:3], 8, None)
     with pytest.raises(ValueError, match=r"pages\.page_size 12: expected a power of two"):
