@@ -94,7 +94,9 @@ def plan_scores(
     if most is not None and most < 1:
         raise ValueError(f"groups of {most} rows: expected at least 1")
     room = {tile: head_rows // held for tile, head_rows in TILES[unit].items()}
-    largest = min(max(room.values()), most or max(room.values()))
+    largest = max(room.values())
+    if most is not None:
+        largest = min(largest, most)
     found: dict[str, list[tuple[int, int, int, int]]] = {tile: [] for tile in room}
     row = 0
     for request, count in enumerate(counts):

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from needlepoint.verify.hostile_json import is_inside
 from needlepoint.verify.manifest import parse_json, read_bounded
 from needlepoint.verify.recordings_file import HeaderEntry, read_header
 
@@ -46,7 +47,7 @@ def inside(directory: Path, file: str) -> Path:
         Where a link leads out of the folder.
     """
     path = directory / file
-    if not path.resolve().is_relative_to(directory.resolve()):
+    if not is_inside(path, directory):
         raise CheckpointError(
             f"{path}: is a link out of the checkpoint; give the folder that holds the files, "
             "or copy it with `cp -rL`"

@@ -13,6 +13,7 @@ from needlepoint.optimized.interface import CandidateInfo, LayerInputs
 from needlepoint.verify.dump_files import DumpError, DumpFiles
 from needlepoint.verify.dump_layer import DumpLayer, LayerReader
 from needlepoint.verify.dump_mapping import MAPPING_FILE, Mapping, load_mapping
+from needlepoint.verify.hostile_json import is_inside
 from needlepoint.verify.profiles import profile_of
 
 
@@ -37,7 +38,7 @@ class Dump:
         place = file.parent / self.mapping.directory
         # A mapping that was named is the user's own and may point elsewhere; one that lies in the
         # dump came with it and may not.
-        if path.is_dir() and not place.resolve().is_relative_to(path.resolve()):
+        if path.is_dir() and not is_inside(place, path):
             raise DumpError(
                 f"{file}: directory {self.mapping.directory!r} leads out of the dump; name the "
                 "mapping file itself to allow that"

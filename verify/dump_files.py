@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from needlepoint.verify.checkpoint_files import BITS
+from needlepoint.verify.hostile_json import is_inside
 from needlepoint.verify.manifest import RecordingError
 from needlepoint.verify.recordings_file import read_header, read_tensor
 
@@ -65,9 +66,8 @@ class DumpFiles:
             raise DumpError(f"dump {directory}: is not a folder")
         self.directory = directory
         self._places: dict[str, _Place] = {}
-        root = directory.resolve()
         for path in _files(directory):
-            if not path.resolve().is_relative_to(root):
+            if not is_inside(path, directory):
                 raise DumpError(f"{path}: is a link out of the dump; copy it with `cp -rL`")
             keys = read_header(path, BITS) if path.suffix == ".safetensors" else (path.stem,)
             for key in keys:

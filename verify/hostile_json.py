@@ -24,6 +24,11 @@ def first_fault(error: ValidationError) -> str:
     return f"{place}: got {str(first['input'])[:80]!r}: {first['msg']}"
 
 
+def is_inside(path: Path, directory: Path) -> bool:
+    """Return whether a path stays in a directory, which may itself be a link, where links lead."""
+    return path.resolve().is_relative_to(directory.resolve())
+
+
 def file_inside(directory: Path, name: str, what: str = "recording") -> Path:
     """Return the path of a file of a directory, which may itself be a link.
 
@@ -33,7 +38,7 @@ def file_inside(directory: Path, name: str, what: str = "recording") -> Path:
         Where a link leads out of the directory.
     """
     path = directory / name
-    if not path.resolve().is_relative_to(directory.resolve()):
+    if not is_inside(path, directory):
         raise RecordingError(f"{path}: is a link out of the {what}; expected a file in it")
     return path
 
