@@ -28,17 +28,17 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=.typing $(BIN)/lint-imports
 
 # Every CUDA kernel for every architecture, one JSON line each; needs nvcc but no card.
 # ARCH=90a takes one architecture.
 kernels: $(VENV)/.installed
-	$(BIN)/python -m needlepoint.optimized.kernels --jobs $(JOBS) $(if $(ARCH),--arch $(ARCH))
+	$(BIN)/python -m needlepoint.optimized.build.kernels --jobs $(JOBS) $(if $(ARCH),--arch $(ARCH))
 
 # On a machine with a card: the GPU tests, then gpu-report.json and gpu-report.md.
 gpu-test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m gpu tests/optimized
-	$(BIN)/python -m needlepoint.verify.gpu_report
+	$(BIN)/python -m pytest -m gpu tests/optimized tests/goldens tests/engines
+	$(BIN)/python -m needlepoint.benchmarks.gpu_report
 
 # torch comes first and alone: a range in the package would otherwise pull whatever is newest.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -1,6 +1,6 @@
 """``needlepoint diff`` beside SGLang's dump comparator, on the same tensors, in turn.
 
-    python benchmarks/diff_beside_sglang.py A B --sglang FOLDER --packages FOLDER
+    python -m needlepoint.benchmarks.diff_beside_sglang A B --sglang FOLDER --packages FOLDER
 
 ``--sglang`` is the ``sglang`` folder of an unpacked wheel (0.5.23), of which ``srt/debug_utils`` is
 used, unmodified; what it imports of the serving stack is replaced by stand-ins. ``--packages``
@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 
 import torch
-from diff_memory import measure, sample  # type: ignore[import-not-found]
 from safetensors import safe_open
+
+from needlepoint.benchmarks.diff_memory import measure, sample
 
 _RUN = """
 import runpy, sys, types

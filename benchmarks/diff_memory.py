@@ -1,6 +1,6 @@
 """Peak memory and time of ``needlepoint diff`` on two recordings.
 
-    python benchmarks/diff_memory.py A B
+    python -m needlepoint.benchmarks.diff_memory A B
 
 The command runs as a process of its own and is sampled every few milliseconds. Three peaks are
 printed: resident memory, its anonymous part (what the process allocated) and its file part (pages
@@ -39,7 +39,7 @@ def measure(a: Path, b: Path) -> tuple[float, dict[str, int]]:
         If the two could not be compared.
     """
     start = time.monotonic()
-    run = "import sys; from needlepoint.verify.main import main; sys.exit(main())"
+    run = "import sys; from needlepoint.verify.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", run, "diff", str(a), str(b), "--quiet"]
     process = subprocess.Popen(command)
     peaks = dict.fromkeys(_FIELDS, 0)

@@ -4,8 +4,8 @@ Each case is a small random model, input and emulated candidate through the whol
 alarm is any verdict but `match`, a refusal to judge, or a pick that only a fault explains. Prints
 one line of JSON and exits with 1 on any alarm; how to replay each is printed beside it.
 
-    python benchmarks/false_alarms.py --cases 1000 --jobs 2
-    python benchmarks/false_alarms.py --only 17
+    python -m needlepoint.benchmarks.false_alarms --cases 1000 --jobs 2
+    python -m needlepoint.benchmarks.false_alarms --only 17
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from scipy.stats import beta
 
-from needlepoint.verify.environment import collect_environment
-from needlepoint.verify.random_cases import LONGEST, random_case
-from needlepoint.verify.random_cases_judge import CaseOutcome, faulty_swaps, judge_case
-from needlepoint.verify.result import ErrorStats
+from needlepoint.benchmarks.random_cases import LONGEST, random_case
+from needlepoint.benchmarks.random_cases_judge import CaseOutcome, faulty_swaps, judge_case
+from needlepoint.verify.schema.environment import collect_environment
+from needlepoint.verify.schema.result import ErrorStats
 
 CONFIDENCE = 0.95
 INTERRUPTED = 130  # exit code of a shell command that Ctrl-C ended
@@ -150,7 +150,7 @@ def report_alarm(outcome: CaseOutcome, options: argparse.Namespace, console: Con
     tokens = "" if options.longest == LONGEST else f" --longest {options.longest}"
     console.print(f"{outcome.case.describe()}\n  {outcome.alarm}", markup=False, soft_wrap=True)
     console.print(
-        f"  replay: python benchmarks/false_alarms.py --seed {options.seed} "
+        f"  replay: python -m needlepoint.benchmarks.false_alarms --seed {options.seed} "
         f"--only {outcome.case.index}{tokens}",
         markup=False,
         soft_wrap=True,

@@ -4,7 +4,7 @@ Layer 0 of the shipped recording is judged once and shown 43 times, with random 
 tokens. Chromium opens the page headless; the time runs from navigation to the end of a layout after
 the load event, without the start of the browser. Medians count: browsers are noisy.
 
-    python benchmarks/html_report.py --candidates 4 --times 7
+    python -m needlepoint.benchmarks.html_report --candidates 4 --times 7
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor
 
 from needlepoint.optimized.candidates import create
 from needlepoint.reference.profile import BF16_CONTRACT
-from needlepoint.verify.html import html_report
-from needlepoint.verify.inputs import load_inputs
-from needlepoint.verify.limits import Limits
-from needlepoint.verify.pipeline import verify
-from needlepoint.verify.progress import NoProgress
-from needlepoint.verify.result import CandidateResult, Result
+from needlepoint.verify.base.progress import NoProgress
+from needlepoint.verify.inputs.load import load_inputs
+from needlepoint.verify.judge.pipeline import verify
+from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.report.html import html_report
+from needlepoint.verify.schema.result import CandidateResult, Result
 
 LAYERS: Final = 43
 TOKENS: Final = 8192

@@ -4,9 +4,9 @@ One ratio-4 layer with random weights and random hidden states, fed in chunks, e
 fresh process. Prints the peak resident memory and the time of each length and the growth exponents
 between lengths, and exits with 1 if a length needs more than the limit.
 
-    python benchmarks/reference_memory.py
-    python benchmarks/reference_memory.py --tokens 4096 8192
-    python benchmarks/reference_memory.py --no-attention
+    python -m needlepoint.benchmarks.reference_memory
+    python -m needlepoint.benchmarks.reference_memory --tokens 4096 8192
+    python -m needlepoint.benchmarks.reference_memory --no-attention
 
 ``--no-attention`` stops after the picks: compressor and indexer alone.
 """

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from needlepoint.verify.output import shipped_schema
+from needlepoint.verify.report.output import shipped_schema
 
 FOLDER: Final = Path(__file__).parent / "reference"
 PUBLIC: Final = {
-    "needlepoint.optimized.interface": (
+    "needlepoint.optimized.protocol.interface": (
         "Candidate",
         "CandidateInfo",
         "LayerInputs",
@@ -27,11 +27,11 @@ PUBLIC: Final = {
         "QueryRows",
     ),
     "needlepoint.optimized.candidates": ("create", "names"),
-    "needlepoint.verify.inputs": ("load_inputs", "Inputs"),
-    "needlepoint.verify.pipeline": ("verify", "PipelineOutput"),
-    "needlepoint.verify.output": ("load_result", "result_files", "shipped_schema"),
-    "needlepoint.verify.goldens": ("load_golden", "Loaded"),
-    "needlepoint.verify.pytest_judge": ("Judge",),
+    "needlepoint.verify.inputs.load": ("load_inputs", "Inputs"),
+    "needlepoint.verify.judge.pipeline": ("verify", "PipelineOutput"),
+    "needlepoint.verify.report.output": ("load_result", "result_files", "shipped_schema"),
+    "needlepoint.verify.goldens.manifest": ("load_golden", "Loaded"),
+    "needlepoint.verify.cli.pytest_judge": ("Judge",),
 }
 """What other programs may rely on, by module."""
 EXPLAINED: Final = {

@@ -7,11 +7,11 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
-from needlepoint.optimized.cuda_candidates import CudaCandidate, Launches
-from needlepoint.optimized.emulated import EmulatedCandidate, Order
-from needlepoint.optimized.engine_transformers import TransformersCandidate
-from needlepoint.optimized.interface import Candidate
-from needlepoint.optimized.parallel_heads import ParallelHeads
+from needlepoint.optimized.cuda.candidates import CudaCandidate, Launches
+from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
+from needlepoint.optimized.emulation.parallel_heads import ParallelHeads
+from needlepoint.optimized.engines.transformers import TransformersCandidate
+from needlepoint.optimized.protocol.interface import Candidate
 
 ENTRY_POINT_GROUP = "needlepoint.candidates"
 
@@ -46,7 +46,7 @@ def create(name: str) -> Candidate:
     ----------
     name
         A name from :func:`names`, or ``package.module:factory`` for any importable module whose
-        ``factory()`` returns a :class:`~needlepoint.optimized.interface.Candidate`.
+        ``factory()`` returns a :class:`~needlepoint.optimized.protocol.interface.Candidate`.
 
     Raises
     ------

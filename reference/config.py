@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from needlepoint.reference.names import PER_TOKEN, RopeLayout
+from needlepoint.reference.formats.names import PER_TOKEN, RopeLayout
 
 RATIOS = (0, 1, 4, 128)
 """Compression ratios: none (sliding window alone), one index key a token without a compressor,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from needlepoint.reference.config import MODELS, ModelConfig
-from needlepoint.reference.names import PER_TOKEN, RopeLayout
+from needlepoint.reference.formats.names import PER_TOKEN, RopeLayout
 
 MAX_BYTES = 1 << 20
 """A configuration is a few kilobytes; a larger file is something else."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from needlepoint.reference.formats import round_to_bf16
+from needlepoint.reference.formats.names import RopeLayout
 from needlepoint.reference.hadamard import SCALE_EXACT, SCALE_FP32, hadamard
-from needlepoint.reference.names import RopeLayout
 from needlepoint.reference.parallel import for_each_block, map_rows, sized
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.reference.rope import apply_rope

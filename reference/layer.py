@@ -14,10 +14,10 @@ from torch import Tensor
 
 from needlepoint.reference.attention import all_visible
 from needlepoint.reference.config import ModelConfig
+from needlepoint.reference.formats.names import PER_TOKEN
 from needlepoint.reference.indexer import head_weights, index_scores, rotate_query, score_blocks
 from needlepoint.reference.keyside import KeySide, store
 from needlepoint.reference.main_attention import MainAttention
-from needlepoint.reference.names import PER_TOKEN
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.reference.projections import project_inputs
 from needlepoint.reference.request import KeyState, RequestState

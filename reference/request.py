@@ -7,7 +7,7 @@ from torch import Tensor
 
 from needlepoint.reference.compressor import CompressorState
 from needlepoint.reference.config import ModelConfig
-from needlepoint.reference.names import PER_TOKEN
+from needlepoint.reference.formats.names import PER_TOKEN
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.reference.ring import PositionRing
 

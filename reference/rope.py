@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from needlepoint.reference.config import ModelConfig
-from needlepoint.reference.names import RopeLayout
+from needlepoint.reference.formats.names import RopeLayout
 from needlepoint.reference.profile import Precision
 from needlepoint.reference.rounding import round_to
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from needlepoint.reference.compressor import compressor_inputs
 from needlepoint.reference.formats import decode, encode
+from needlepoint.reference.formats.names import RopeLayout
 from needlepoint.reference.indexer import rotate_index
-from needlepoint.reference.names import RopeLayout
 from needlepoint.reference.norm import layer_norm
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.reference.rope import apply_rope

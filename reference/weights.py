@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from needlepoint.reference.config import ModelConfig
-from needlepoint.reference.names import PER_TOKEN
+from needlepoint.reference.formats.names import PER_TOKEN
 
 _FIELD_BITS = 15  # four uniform fields of a 60-bit draw are summed to one near-normal number
 _OUTLIER_GAIN = 6.0  # a few channels of real key norms are several times larger than the rest

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import pytest
 
-from needlepoint.verify.cli import app
-from needlepoint.verify.cli_run import run_app
-from needlepoint.verify.defaults import load_defaults
-from needlepoint.verify.dump_mapping import load_mapping
-from needlepoint.verify.limits import Limits
+from needlepoint.verify.cli.app import app
+from needlepoint.verify.cli.defaults import load_defaults
+from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.diff.mapping import load_mapping
+from needlepoint.verify.numerics.limits import Limits
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples"

@@ -43,7 +43,9 @@ def test_every_data_file_is_shipped() -> None:
 
 def test_every_template_is_shipped() -> None:
     patterns = CONFIG["package-data"]["needlepoint.verify"]
-    templates = [path for path in (ROOT / "verify" / "templates").iterdir() if path.is_file()]
+    templates = [
+        path for path in (ROOT / "verify" / "report" / "templates").iterdir() if path.is_file()
+    ]
     assert len(templates) >= 3
     for path in templates:
         relative = path.relative_to(ROOT / "verify")

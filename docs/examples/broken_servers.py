@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from needlepoint.optimized.emulated import EmulatedCandidate, Order
-from needlepoint.optimized.interface import CandidateInfo
-from needlepoint.optimized.scoring import fused_scores
-from needlepoint.optimized.stateful import CacheSpec, LayerParameters, Place, TokenRows
-from needlepoint.optimized.stateful_cache import new_cache
-from needlepoint.optimized.stateful_emulated import EmulatedServer
+from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
+from needlepoint.optimized.emulation.scoring import fused_scores
+from needlepoint.optimized.protocol.interface import CandidateInfo
+from needlepoint.optimized.protocol.serving import CacheSpec, LayerParameters, Place, TokenRows
+from needlepoint.optimized.serving.cache import new_cache
+from needlepoint.optimized.serving.emulated import EmulatedServer
 
 
 class QueueServer(EmulatedServer):

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Config, DeepseekV4Model
 
-from needlepoint.verify.capture import Capture, Tap, first_input
-from needlepoint.verify.manifest import Manifest
-from needlepoint.verify.recordings import RecordingWriter
+from needlepoint.verify.diff.capture import Capture, Tap, first_input
+from needlepoint.verify.recording.manifest import Manifest
+from needlepoint.verify.recording.recording import RecordingWriter
 
 CONFIG = {
     "hidden_size": 64,

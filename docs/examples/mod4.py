@@ -2,7 +2,7 @@
 
 import sys
 
-from needlepoint.verify.faults_scenario import FAULTS, wrong_residues
+from needlepoint.verify.selftest.faults.scenario import FAULTS, wrong_residues
 
 NAMES = (
     "first-decode-stale newest-hidden tail-dropped overlap-lost bias-from-call rope-from-call "

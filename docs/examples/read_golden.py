@@ -2,8 +2,8 @@
 
 import sys
 
-from needlepoint.verify.goldens import load_golden
-from needlepoint.verify.goldens_compute import compute, differing
+from needlepoint.verify.goldens.compute import compute, differing
+from needlepoint.verify.goldens.manifest import load_golden
 
 loaded = load_golden("reference-bf16")
 changed = differing(loaded.tensors, compute(loaded.golden.definition))

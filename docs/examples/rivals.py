@@ -6,16 +6,16 @@ import sys
 
 import torch
 
-from needlepoint.verify.faults import Setting
-from needlepoint.verify.faults_catalogue import CATALOGUE
-from needlepoint.verify.faults_ground import picks_of
-from needlepoint.verify.limits import Limits
-from needlepoint.verify.progress import NoProgress
-from needlepoint.verify.selftest import selftest
-from needlepoint.verify.selftest_input import own_input
-from needlepoint.verify.selftest_others import ask
-from needlepoint.verify.selftest_result import Others
-from needlepoint.verify.stored_rows import read_stored
+from needlepoint.verify.base.progress import NoProgress
+from needlepoint.verify.layout.stored_rows import read_stored
+from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.schema.selftest_result import Others
+from needlepoint.verify.selftest.command import selftest
+from needlepoint.verify.selftest.faults.catalogue import CATALOGUE
+from needlepoint.verify.selftest.faults.fault import Setting
+from needlepoint.verify.selftest.faults.ground import picks_of
+from needlepoint.verify.selftest.input import own_input
+from needlepoint.verify.selftest.others import ask
 
 WRONG = ("bf16-truncated", "bf16-gain-0.4%", "needle-of-one-query-lost")
 

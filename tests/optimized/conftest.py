@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.optimized import narrow
-from needlepoint.optimized.compressor import Compressor, EntryBlock
-from needlepoint.optimized.interface import CompressorInputs, LayerInputs, QueryInputs
+from needlepoint.optimized.emulation import narrow
+from needlepoint.optimized.emulation.compressor import Compressor, EntryBlock
+from needlepoint.optimized.protocol.interface import CompressorInputs, LayerInputs, QueryInputs
 
 Stages = dict[str, npt.NDArray[np.generic]]
 InputsFactory = Callable[..., LayerInputs]

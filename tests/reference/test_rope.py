@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from needlepoint.reference.config import MODELS
-from needlepoint.reference.names import RopeLayout
+from needlepoint.reference.formats.names import RopeLayout
 from needlepoint.reference.profile import Precision
 from needlepoint.reference.rope import (
     apply_rope,

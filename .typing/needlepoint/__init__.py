@@ -1,0 +1,1 @@
+../../verify/face/__init__.py

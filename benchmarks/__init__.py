@@ -1,0 +1,1 @@
+"""Measurements that are run as modules: kernel times, byte sweeps, false alarms, memory."""

@@ -1,0 +1,209 @@
+"""Cache bytes of the CUDA kernels against the CPU emulation, whole pools at once.
+
+Pools start filled with 0xFF on both sides and are compared to the last byte, so a byte written
+outside the owned rows differs as much as a wrong one inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from needlepoint.optimized.cuda.candidates import plan_of
+from needlepoint.optimized.cuda.store import ROWS, PagedPool, store
+from needlepoint.optimized.cuda.weights import StoreWeights
+from needlepoint.optimized.emulation.keyside import KeySide
+from needlepoint.optimized.emulation.narrow import store_bf16, store_main_fp8
+from needlepoint.optimized.emulation.pages import allocate, page_rows, write_rows
+from needlepoint.optimized.emulation.query import STORES
+from needlepoint.optimized.protocol.interface import CompressorInputs, LayerInputs, PagedRows
+
+EPS = 1e-6
+KINDS = ("normal", "peaked", "tied", "tiny", "huge", "outliers", "integers", "sparse")
+"""Kinds of random projections: the softmax spread, equal scores, both ends of the range, outlier
+channels, exactly summable numbers, and rows that are zero."""
+
+
+@dataclass(frozen=True)
+class ByteCount:
+    """Outcome of one comparison.
+
+    Attributes
+    ----------
+    layout, inputs, kind
+        What was compared.
+    tokens, rows
+        Tokens of the input and rows stored.
+    differing
+        Rows with a differing byte, or every row if a byte outside them differs.
+    compared
+        Bytes compared, the untouched ones included.
+    """
+
+    layout: str
+    inputs: str
+    kind: str
+    tokens: int
+    rows: int
+    differing: int
+    compared: int
+
+
+def draw(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return projections of a kind, fp32 on the generator's device.
+
+    Raises
+    ------
+    ValueError
+        For an unknown kind.
+    """
+    x = torch.randn(shape, generator=generator, device=generator.device)
+    if kind == "normal":
+        return x
+    if kind == "peaked":
+        return 20 * x
+    if kind == "tied":
+        return x.sign()
+    if kind == "tiny":
+        return x * 2.0**-20
+    if kind == "huge":
+        return x * 2.0**14
+    if kind == "outliers":
+        return torch.where(_uniform(shape, generator) < 0.01, 300 * x, x)
+    if kind == "integers":
+        return (4 * x).round()
+    if kind == "sparse":
+        return torch.where(_uniform((shape[0], 1), generator) < 0.5, 0 * x, x)
+    raise ValueError(f"kind {kind!r}: expected one of {list(KINDS)}")
+
+
+def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator, device=generator.device)
+
+
+def make_inputs(
+    ratio: int, head_dim: int, lengths: tuple[int, ...], dtype: torch.dtype, kind: str, seed: int
+) -> LayerInputs:
+    """Return the given tensors of a layer that has this one compressor, as its main one."""
+    generator = torch.Generator().manual_seed(seed)
+    width = head_dim * (2 if ratio == 4 else 1)
+    tokens = sum(lengths)
+    angle = 3 * torch.randn(max(lengths), 32, generator=generator)
+    given = CompressorInputs(
+        kv=draw(kind, (tokens, width), generator).to(dtype),
+        score=draw(kind, (tokens, width), generator).to(dtype),
+        ape=torch.randn(ratio, width, generator=generator),
+        norm_weight=1 + 0.3 * torch.randn(head_dim, generator=generator),
+    )
+    return LayerInputs(
+        layer=0,
+        ratio=ratio,
+        lengths=lengths,
+        index=None,
+        main=given,
+        query=None,
+        rope_table=torch.stack((angle.cos(), angle.sin()), dim=-1),
+        norm_eps=EPS,
+        topk=1,
+        weight_scale=1.0,
+        hidden=torch.empty(tokens, 0),
+        seed=seed,
+    )
+
+
+def emulate(inputs: LayerInputs) -> tuple[Mapping[str, Tensor], dict[str, PagedRows]]:
+    """Return the stages and the pools of every layout that the emulation writes."""
+    given = inputs.main
+    rotated = given.norm_weight.shape[0] == 128
+    formats = {f"index-{name}": function for name, function in STORES.items()}
+    if not rotated:
+        formats = {"main-bf16": store_bf16, "main-584": store_main_fp8}
+    first, *others = formats
+    side = KeySide(given, inputs, first, formats[first], rotated=rotated)
+    side.run_fused()
+    pools = {first: side.paged}
+    last = side.dense["rotated" if rotated else "roped"].numpy()
+    for layout in others:
+        entries = side.paged.entries
+        pools[layout] = allocate(layout, page_rows(inputs.ratio), entries, inputs.seed)
+        for block in side.blocks:
+            rows = formats[layout](last[block.rows].T.copy())
+            write_rows(pools[layout], block.request, block.first, rows)
+    return side.dense, pools
+
+
+def on_device(inputs: LayerInputs, *, device: str = "cuda") -> tuple[Tensor, Tensor, StoreWeights]:
+    """Return kv, score and parameters on the device."""
+    given = inputs.main
+    weights = StoreWeights.prepare(
+        inputs.ratio,
+        given.ape.to(device),
+        given.norm_weight.to(device),
+        inputs.rope_table.to(device),
+        inputs.norm_eps,
+    )
+    return given.kv.to(device), given.score.to(device), weights
+
+
+def empty_pool(expected: PagedRows) -> PagedPool:
+    """Return an unwritten pool on the device, of the size of an emulated one."""
+    pages = torch.full_like(expected.pool, 255).cuda()
+    return PagedPool(expected.layout, pages, expected.page_size)
+
+
+def compare_bytes(
+    ratio: int,
+    head_dim: int,
+    lengths: tuple[int, ...],
+    dtype: torch.dtype,
+    kind: str,
+    seed: int,
+) -> Iterator[ByteCount]:
+    """Draw one workload, run it on both sides and count differing rows for every row format."""
+    yield from compare_inputs(make_inputs(ratio, head_dim, lengths, dtype, kind, seed), kind)
+
+
+def compare_inputs(inputs: LayerInputs, kind: str) -> Iterator[ByteCount]:
+    """Run the main compressor of a layer on both sides, whatever its width, from the beginning."""
+    kv, score, weights = on_device(inputs)
+    _, pools = emulate(inputs)
+    for layout, expected in pools.items():
+        pool = empty_pool(expected)
+        plan = plan_of(inputs.lengths, inputs.ratio, expected).to("cuda")
+        store(kv, score, weights, plan, pool)
+        rows = sum(expected.entries)
+        yield ByteCount(
+            layout,
+            "fp32" if kv.dtype == torch.float32 else "bf16",
+            kind,
+            sum(inputs.lengths),
+            rows,
+            differing_rows(pool.pages.cpu(), expected),
+            expected.pool.numel(),
+        )
+
+
+def differing_rows(found: Tensor, expected: PagedRows) -> int:
+    """Return the number of rows with a differing byte; all of them if another byte differs."""
+    wrong = found != expected.pool
+    if not wrong.any():
+        return 0
+    head_dim = ROWS[expected.layout][0]
+    size = expected.page_size
+    values = {"index-fp8": 128, "index-bf16": 256, "index-fp4": 64, "main-584": 576}
+    value = values.get(expected.layout, 2 * head_dim)
+    scale = {"index-fp8": 4, "index-fp4": 4, "main-584": 8}.get(expected.layout, 0)
+    split, end = size * value, size * (value + scale)
+    by_row = wrong[:, :split].view(-1, size, value).any(-1)
+    if scale:
+        by_row |= wrong[:, split:end].view(-1, size, scale).any(-1)
+    owned = torch.zeros_like(by_row)
+    for table, count in zip(expected.page_table, expected.entries, strict=True):
+        entry = torch.arange(count)
+        owned[table[entry // size].long(), entry % size] = True
+    if (by_row & ~owned).any() or wrong[:, end:].any():
+        return sum(expected.entries)
+    return int(by_row.sum())

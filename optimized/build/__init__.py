@@ -1,0 +1,1 @@
+"""Kernel variants, their compilation, and the cache of compiled libraries."""

@@ -1,0 +1,1 @@
+"""The CUDA kernels: plans, launches, checks, and the candidates made of them."""

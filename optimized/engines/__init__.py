@@ -1,0 +1,1 @@
+"""Candidates and kernels of other engines, loaded from their own packages."""

@@ -1,0 +1,1 @@
+"""Servers that work step by step, through a cache that stays."""

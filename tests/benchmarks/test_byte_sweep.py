@@ -1,0 +1,54 @@
+"""The byte sweep of the CUDA stores shares its time out, without a card."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from needlepoint.benchmarks import byte_sweep
+from needlepoint.benchmarks.stored_bytes import KINDS, ByteCount
+
+TABLES = len(byte_sweep.SHAPES) * 2 * len(KINDS)
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[object, ...]]:
+    """Return how many rounds each table got; a round takes one second of a clock of its own."""
+    clock = SimpleNamespace(now=0.0)
+    seen: Counter[tuple[object, ...]] = Counter()
+
+    def draw(*key: object, seed: int) -> tuple[object, ...]:
+        return key
+
+    def compare(key: tuple[object, ...], feed: object, seed: int) -> Iterator[ByteCount]:
+        clock.now += 1
+        seen[key] += 1
+        yield ByteCount("", "", "", 0, 0, 0, 0)
+
+    monkeypatch.setattr(byte_sweep, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(byte_sweep, "Table", SimpleNamespace(draw=draw))
+    monkeypatch.setattr(byte_sweep, "compare_round", compare)
+    return seen
+
+
+@pytest.mark.parametrize("seconds", [1, TABLES, 3.5 * TABLES])
+def test_short_time_is_shared_out_over_all_tables(
+    rounds: Counter[tuple[object, ...]], seconds: float
+) -> None:
+    assert list(byte_sweep.sweep(10**9, seconds))
+
+    assert len(rounds) == TABLES
+    assert min(rounds.values()) >= 1
+    assert max(rounds.values()) - min(rounds.values()) <= 1
+    assert sum(rounds.values()) <= max(seconds, TABLES) + TABLES
+
+
+def test_enough_time_gives_every_format_its_rows(rounds: Counter[tuple[object, ...]]) -> None:
+    list(byte_sweep.sweep(10**7, 1e9))
+
+    for ratio, dim in byte_sweep.SHAPES:
+        own = sum(count for key, count in rounds.items() if key[:2] == (ratio, dim))
+        assert own * byte_sweep.ROUND_TOKENS // ratio >= 10**7 * 4 // ratio

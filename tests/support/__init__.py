@@ -1,0 +1,1 @@
+"""Fixtures and stand-ins that several rooms of tests share."""

@@ -1,0 +1,264 @@
+"""Rejudging: new limits over saved rows say what a run under those limits would have said."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from needlepoint.optimized.candidates import create
+from needlepoint.optimized.protocol.interface import (
+    INDEX,
+    MAIN,
+    Candidate,
+    CandidateInfo,
+    LayerInputs,
+    Observed,
+    StageKey,
+)
+from needlepoint.verify.inputs.load import Inputs
+from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.report.output import load_result
+from needlepoint.verify.schema.result import Result, StageResult
+from needlepoint.verify.triage.rejudge import rejudge
+
+Cli = Callable[..., CompletedProcess[str]]
+
+
+@dataclass(frozen=True)
+class Nudged:
+    """The sound candidate with one pooled row three radii off, and swaps that this explains."""
+
+    name: str = "test:nudged"
+
+    @property
+    def info(self) -> CandidateInfo:
+        return replace(create("emulated:fused-fp8").info, name=self.name)
+
+    def stages(self, ratio: int) -> frozenset[StageKey]:
+        return create("emulated:fused-fp8").stages(ratio)
+
+    def run(self, inputs: LayerInputs) -> Observed:
+        observed = create("emulated:fused-fp8").run(inputs)
+        # The norm takes a gain out again, so nothing behind the stage notices.
+        rows = observed.dense[MAIN, "pooled"].clone()
+        rows[-1] *= 1 + 3e-6
+        dense = {**observed.dense, (MAIN, "pooled"): rows}
+        if observed.scores is None:
+            return replace(observed, dense=dense)
+        reader = observed.scores
+
+        def moved(request: int, start: int, stop: int) -> torch.Tensor:
+            return reader(request, start, stop) * (1 + 2e-5)
+
+        return replace(observed, dense=dense, scores=moved)
+
+
+def limits(tmp_path: Path, text: str) -> Limits:
+    path = tmp_path / "limits.toml"
+    path.write_text(text)
+    return Limits.load(path)
+
+
+def stages(result: Result) -> dict[tuple[int, str, str], StageResult]:
+    return {
+        (layer.layer, stage.path, stage.stage): stage
+        for layer in result.candidates[0].layers
+        for stage in layer.stages
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["scale = 1.0", "scale = 0.3", "scale = 40.0", "scale = 1e7", "[pooled]\nvalue = 1e3"]
+)
+def test_rejudging_is_running_again_under_those_limits(
+    text: str,
+    tmp_path: Path,
+    judge: Callable[..., PipelineOutput],
+    small_inputs: Callable[..., Inputs],
+) -> None:
+    other = limits(tmp_path, text)
+    inputs = small_inputs(tokens=136)
+    first, again = judge(inputs, Nudged()), judge(inputs, Nudged(), limits=other)
+
+    found = rejudge(first.result, first.rows, other)
+
+    assert found.verdict == again.result.verdict
+    assert found.counts == again.result.counts
+    for key, stage in stages(again.result).items():
+        mine = stages(found)[key]
+        assert (mine.verdict, mine.detail) == (stage.verdict, stage.detail), key
+        if stage.local is not None and mine.local is not None:
+            assert mine.local.rows_failed == stage.local.rows_failed
+        assert [test.exceeded for test in mine.bias] == [test.exceeded for test in stage.bias]
+        if stage.limit is not None and mine.limit is not None:
+            assert mine.limit.value == stage.limit.value
+            assert (mine.limit.passing is None) == (stage.limit.passing is None)
+            if mine.limit.passing is not None:
+                assert mine.limit.passing == pytest.approx(stage.limit.passing, rel=1e-6)
+    tops = [layer.topk for layer in found.candidates[0].layers]
+    assert tops == [layer.topk for layer in again.result.candidates[0].layers]
+    where, meant = (r.candidates[0].first_divergence for r in (found, again.result))
+    assert (where is None) == (meant is None)
+    if where is not None and meant is not None:
+        assert (where.stage, where.position, where.entry) == (
+            meant.stage,
+            meant.position,
+            meant.entry,
+        )
+
+
+def test_the_smallest_passing_limit_passes_and_a_smaller_one_does_not(
+    tmp_path: Path, judge: Callable[..., PipelineOutput], small_inputs: Callable[..., Inputs]
+) -> None:
+    output = judge(small_inputs(tokens=136, layers=(0,)), Nudged())
+    key = (0, "main", "pooled")
+    stage = stages(output.result)[key]
+    assert stage.verdict == "differ"
+    assert stage.limit is not None
+    assert stage.limit.passing is not None
+    assert stage.limit.passing > 1
+
+    for factor, verdict in ((1.0, "match"), (0.999, "differ")):
+        other = limits(tmp_path, f"[pooled]\nvalue = {stage.limit.passing * factor!r}")
+        assert stages(rejudge(output.result, output.rows, other))[key].verdict == verdict
+
+
+def test_looser_limits_explain_swaps_and_never_excuse_a_selection(
+    tmp_path: Path, judge: Callable[..., PipelineOutput], small_inputs: Callable[..., Inputs]
+) -> None:
+    """A row of keys moved a little: its swaps are `upstream` until the limit is wide enough."""
+
+    @dataclass(frozen=True)
+    class Moved(Nudged):
+        def run(self, inputs: LayerInputs) -> Observed:
+            observed = create("emulated:unfused-bf16").run(inputs)
+            assert observed.scores is not None
+            scores = observed.scores(0, 0, inputs.lengths[0]) * (
+                1 + 0.02 * torch.cos(torch.arange(inputs.lengths[0] // 4))
+            )
+            hidden = torch.isneginf(scores)
+            scores = torch.where(hidden, -torch.inf, scores)
+            picks = torch.full_like(observed.topk, -1)  # type: ignore[arg-type]
+            for query, row in enumerate(scores):
+                best = row[: (query + 1) // 4].topk(min((query + 1) // 4, inputs.topk)).indices
+                picks[query, : len(best)] = best.sort().values
+            return replace(observed, scores=lambda r, a, b: scores[a:b], topk=picks)
+
+        @property
+        def info(self) -> CandidateInfo:
+            return create("emulated:unfused-bf16").info
+
+    output = judge(small_inputs(tokens=200, layers=(0,)), Moved())
+    before = output.result.candidates[0].layers[0].topk
+    assert before is not None
+    assert before.swaps.upstream > 0
+
+    loose = limits(tmp_path, "[topk]\nvalue = 1e9")
+    after = rejudge(output.result, output.rows, loose).candidates[0].layers[0].topk
+
+    assert after is not None
+    assert after.swaps.upstream == 0
+    assert after.swaps.explained == before.swaps.explained + before.swaps.upstream
+
+
+def test_the_command_reads_files_and_prints_what_would_pass(
+    cli: Cli,
+    candidate_named: Callable[[str, Candidate], str],
+    small_model: Path,
+) -> None:
+    name = candidate_named("test:nudged", Nudged())
+    words = ["verify", "--input", "synthetic", "--model", small_model, "--tokens", "136"]
+    first = cli(*words, "--layers", "0", "--candidate", name, "--json", "a.json", "--quiet")
+    assert first.returncode == 1
+    Path("loose.toml").write_text("scale = 50.0")
+
+    found = cli("rejudge", "a.json", "--limits", "loose.toml", "--json", "b.json")
+
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.startswith("match")
+    assert "Smallest limit that every row passes" in found.stdout
+    assert load_result(Path("b.json")).verdict == "match"
+    # The rejudged result can be judged again, and the shipped limits still fail it.
+    assert cli("rejudge", "b.json", "--quiet").returncode == 1
+    gated = cli("rejudge", "b.json", "--limits", "loose.toml", "--gate", "layers.topk.k<=2")
+    assert gated.returncode == 1
+
+
+def test_rejudging_loads_no_torch(cli: Cli, small_model: Path) -> None:
+    """Two seconds for 43 layers: importing torch alone takes most of them."""
+    words = ["verify", "--input", "synthetic", "--model", small_model, "--tokens", "136"]
+    assert cli(*words, "--json", "a.json", "--markdown", "a.md", "--quiet").returncode == 0
+    options = "'rejudge', 'a.json', '--json', 'b.json', '--junitxml', 'b.xml', '--markdown', 'b.md'"
+    code = (
+        f"import sys; sys.argv[1:] = [{options}]; from needlepoint.verify.cli.main import main; "
+        "code = main(); print('torch' in sys.modules); sys.exit(code)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("match: ")
+    assert done.stdout.endswith("\nFalse\n")
+    before, after = (load_result(Path(name)) for name in ("a.json", "b.json"))
+    assert (after.counts, after.input) == (before.counts, before.input)
+    assert [c.verdict for c in after.candidates] == ["match"] * len(before.candidates)
+    assert Path("b.rows.safetensors").read_bytes() == Path("a.rows.safetensors").read_bytes()
+    assert cli("rejudge", "b.json", "--html", "b.html", "--quiet").returncode == 0
+    assert Path("b.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "fault", ["missing", "a row short", "another tensor", "another run", "swaps"]
+)
+def test_row_files_that_do_not_belong_are_refused(fault: str, cli: Cli, small_model: Path) -> None:
+    words = ["verify", "--input", "synthetic", "--model", small_model, "--tokens", "136"]
+    words += ["--layers", "0", "--candidate", "emulated:fused-fp8", "--json", "a.json", "--quiet"]
+    assert cli(*words).returncode == 0
+    rows = Path("a.rows.safetensors")
+    tensors = load_file(rows)
+    name = f"emulated:fused-fp8/layer0/{INDEX}/normed/local"
+    if fault == "missing":
+        rows.unlink()
+    else:
+        if fault == "a row short":
+            tensors[name] = tensors[name][1:].clone()
+        elif fault == "another tensor":
+            del tensors[name]
+        elif fault == "another run":  # of the same name and size
+            tensors[name] = tensors[name] / 2
+        else:
+            tensors["emulated:fused-fp8/layer0/index/topk/swaps"] = torch.ones(3)
+        save_file(tensors, rows)
+
+    found = cli("rejudge", "a.json")
+
+    assert found.returncode == 2
+    assert "a.rows.safetensors" in found.stderr or "row file" in found.stderr
+
+
+def test_a_run_that_could_not_judge_stays_so(
+    cli: Cli, small_model: Path, tmp_path: Path, recorded: Callable[..., Path]
+) -> None:
+    """Two recordings of which one has a byte changed that no entry owns: no limit excuses it."""
+    a, b = recorded("emulated:fused-fp8", "a"), tmp_path / "b"
+    shutil.copytree(a, b)
+    file = b / "layer0.safetensors"
+    tensors = load_file(file)
+    pages = tensors["layer0.index.stored.pages"]
+    pages[-1, -1] ^= 1
+    save_file(tensors, file)
+    first = cli("diff", a, b, "--json", "d.json", "--quiet")
+    assert first.returncode == 1, first.stdout
+
+    Path("loose.toml").write_text("scale = 50.0")
+    assert cli("rejudge", "d.json", "--limits", "loose.toml", "--quiet").returncode == 1

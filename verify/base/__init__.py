@@ -1,0 +1,1 @@
+"""What every room needs: rows and stages, whole files, progress, workers."""

@@ -1,0 +1,89 @@
+"""Blocks of queries: small enough that their scores fit a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from needlepoint.reference.linear import BLOCK
+from needlepoint.reference.topk import visible_entries
+from needlepoint.verify.base.rows import Rows
+
+BUDGET_BYTES = 96 << 20
+"""Bound on what one block of queries holds at once, over all candidates and contracts."""
+
+_BYTES_A_SCORE = 160
+"""Scores, bounds, masks and their selection copies that are live at once, per query and entry."""
+_BYTES_A_VALUE = 64
+"""Enclosures and comparison copies that are live at once, per element of a query."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive queries of one request.
+
+    Attributes
+    ----------
+    request, start, stop
+        Request and positions.
+    rows
+        Token-side rows.
+    visible
+        int64 ``[queries]`` entries that each query may see.
+    entries
+        Entries of the request.
+    """
+
+    request: int
+    start: int
+    stop: int
+    rows: slice
+    visible: Tensor
+    entries: int
+
+    @property
+    def columns(self) -> int:
+        """Entries that some query of the block may see: no score beyond them is ever read."""
+        return int(self.visible.max())
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the queries in their request."""
+        return torch.arange(self.start, self.stop)
+
+
+def query_blocks(
+    lengths: tuple[int, ...], ratio: int, query_width: int, budget_bytes: int = BUDGET_BYTES
+) -> Iterator[Block]:
+    """Cut every request into blocks of queries, in order.
+
+    Parameters
+    ----------
+    lengths
+        Tokens of each request.
+    ratio
+        Compression ratio.
+    query_width
+        Elements of one query: heads times dims.
+    budget_bytes
+        What a block may hold. A block has at least one projection block of queries.
+    """
+    tokens = Rows(lengths)
+    for request, length in enumerate(lengths):
+        entries = length // ratio
+        cost = entries * _BYTES_A_SCORE + query_width * _BYTES_A_VALUE
+        step = max(1, budget_bytes // cost // BLOCK) * BLOCK
+        offset = tokens.span(request).start
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            yield Block(
+                request,
+                start,
+                stop,
+                slice(offset + start, offset + stop),
+                visible_entries(torch.arange(start, stop), ratio),
+                entries,
+            )

@@ -1,0 +1,1 @@
+"""Options, commands and the pytest plugin."""

@@ -1,0 +1,1 @@
+"""Two recordings against each other; adapters for dumps and captures of engines."""

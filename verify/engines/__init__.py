@@ -1,0 +1,1 @@
+"""Kernels of SGLang and DeepGEMM as candidates."""

@@ -1,0 +1,1 @@
+"""Golden fixtures: given by hand, computed by the reference, recorded on a card."""

@@ -1,0 +1,1 @@
+"""What a run judges over: recordings, synthetic kinds, checkpoints."""

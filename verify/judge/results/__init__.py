@@ -1,0 +1,1 @@
+"""From judged rows to stage, layer and candidate results, verdicts and gates."""

@@ -1,0 +1,1 @@
+"""Page formats, read from the definition of each byte."""

@@ -1,0 +1,1 @@
+"""Error bounds, comparisons of rows and codes, and selection judged by meaning."""

@@ -1,0 +1,251 @@
+"""Enclosures: the reference value of a stage and how far an admissible candidate may be from it.
+
+A stage of the reference is a float64 value ``r``, not yet rounded. A candidate works in fp32, in
+whatever order its hardware likes, so before it rounds it holds some number within ``delta`` of
+``r``. Each function here pushes value and radius through one stage: the radius that came in, times
+what the stage can amplify it by, plus what fp32 can lose in the stage itself (a running error
+analysis, constants in ``error_model.py``, derivations in ``docs/limits.md``). The value comes from
+the reference's own function, so that there is one definition of what is meant.
+
+``exact`` starts a chain at any observed stage with radius 0: that is a *local* replay. ``pooled``
+starts it at the projections: that is the *accumulated* one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from needlepoint.reference.formats.names import RopeLayout
+from needlepoint.reference.hadamard import hadamard
+from needlepoint.reference.norm import rms_norm
+from needlepoint.reference.profile import Arithmetic, Precision
+from needlepoint.reference.rope import apply_rope, from_pairs, in_pairs
+from needlepoint.reference.rounding import round_to
+from needlepoint.verify.numerics.error_model import (
+    HADAMARD_FACTOR,
+    HADAMARD_SUM,
+    HEAD_WEIGHT,
+    PROJECTION,
+    REDUCTION,
+    ROTATION,
+    RSQRT,
+    SCALING,
+    TINY,
+    U,
+)
+
+_SECOND_ORDER = 1.0 + 2.0**-10
+"""Pays for the products of two small errors; every radius that uses it is far below 2**-10."""
+
+
+@dataclass(frozen=True)
+class Enclosure:
+    """A float64 value and a radius of the same shape.
+
+    Attributes
+    ----------
+    value
+        What the reference computes, unrounded.
+    delta
+        Non-negative; some number within ``delta`` of ``value`` is what an admissible candidate
+        holds before it rounds.
+    """
+
+    value: Tensor
+    delta: Tensor
+
+    def __post_init__(self) -> None:
+        if self.value.shape != self.delta.shape:
+            raise ValueError(
+                f"enclosure: value {tuple(self.value.shape)} with radius "
+                f"{tuple(self.delta.shape)}, expected one radius for each value"
+            )
+
+    def rows(self, rows: slice) -> Enclosure:
+        """Return the enclosure of some rows (first axis)."""
+        return Enclosure(self.value[rows], self.delta[rows])
+
+    def dims(self, dims: slice) -> Enclosure:
+        """Return the enclosure of some dims (last axis)."""
+        return Enclosure(self.value[..., dims], self.delta[..., dims])
+
+
+def exact(value: Tensor) -> Enclosure:
+    """Return the enclosure of observed numbers: float64 of ``value``, radius 0."""
+    wide = value.to(torch.float64)
+    return Enclosure(wide, torch.zeros_like(wide))
+
+
+def rounding(enclosure: Enclosure, precision: Precision) -> Enclosure:
+    """Return the enclosure after a rounding point.
+
+    Rounding to bf16 is judged as a step: where all of ``value ± delta`` rounds to one number the
+    radius becomes 0, and where a boundary lies inside, it becomes the step that is left open. fp32
+    and float64 points change nothing: their rounding is part of the radius already.
+
+    Parameters
+    ----------
+    enclosure
+        Any shape.
+    precision
+        Precision of the rounding point.
+    """
+    if precision is not Precision.BF16:
+        return enclosure
+    value = round_to(enclosure.value, precision)
+    above = round_to(enclosure.value + enclosure.delta, precision)
+    below = round_to(enclosure.value - enclosure.delta, precision)
+    return Enclosure(value, torch.maximum(above - value, value - below))
+
+
+def projected(x: Tensor, weight: Tensor) -> Enclosure:
+    """Enclose a projection that the candidate computes itself.
+
+    Parameters
+    ----------
+    x
+        [rows, n] hidden states, bf16-valued, so that every product is exact in fp32.
+    weight
+        [outputs, n], bf16-valued.
+
+    Returns
+    -------
+    Enclosure
+        [rows, outputs]; radius ``8 U sqrt(n) sum |x w|``.
+    """
+    wide, columns = x.to(torch.float64), weight.to(torch.float64).T
+    magnitude = wide.abs() @ columns.abs()
+    growth = PROJECTION.value * U * max(1.0, wide.shape[-1] ** 0.5)
+    return Enclosure(wide @ columns, growth * magnitude + TINY * wide.shape[-1])
+
+
+def normed(row: Enclosure, weight: Tensor, eps: float) -> Enclosure:
+    """Enclose RMSNorm, ``x w / sqrt(mean x^2 + eps)``.
+
+    The mean square is enclosed first, ends and all, and its reciprocal root read off at both ends.
+
+    Parameters
+    ----------
+    row
+        [..., d].
+    weight
+        [d] norm weight.
+    eps
+        Positive.
+
+    Raises
+    ------
+    ValueError
+        If ``eps`` is not positive: a row of zeros would have no norm.
+    """
+    if not eps > 0:
+        raise ValueError(f"normed: eps {eps!r}, expected a positive number")
+    x, delta = row.value, row.delta
+    size = x.shape[-1]
+    scale = weight.to(torch.float64)
+    square = x.square().mean(-1, keepdim=True)
+    moved = (2 * x.abs() * delta + delta.square()).mean(-1, keepdim=True)
+    lost = U * (min(size - 1, int(REDUCTION.value)) + 3)
+    high = ((square + moved) * (1 + lost) + eps) * (1 + 2 * U)
+    low = ((square - moved).clamp(min=0) * (1 - lost) + eps) * (1 - 2 * U)
+    inverse = (square + eps).rsqrt()
+    spread = torch.maximum(low.rsqrt() / inverse - 1, 1 - high.rsqrt() / inverse)
+    value = rms_norm(x, weight, eps)
+    own = value.abs() * (spread + (RSQRT.value + SCALING.value) * U)
+    carried = delta * scale.abs() * inverse * (1 + spread)
+    return Enclosure(value, (own + carried) * _SECOND_ORDER + 2 * TINY)
+
+
+def roped(
+    row: Enclosure,
+    table: Tensor,
+    table_error: float = 0.0,
+    layout: RopeLayout = RopeLayout.TRAILING_PAIRS,
+) -> Enclosure:
+    """Enclose RoPE on ``2 * pairs`` dims.
+
+    Parameters
+    ----------
+    row
+        [..., d].
+    table
+        float64 [..., pairs, 2] cos and sin, broadcastable to the rows, as candidates are given.
+    table_error
+        Largest error of cos and sin for a candidate that makes its own; 0 for the given table.
+    layout
+        Which dims are rotated.
+    """
+    pairs = table.shape[-2]
+    row = Enclosure(*(in_pairs(part, layout, pairs) for part in (row.value, row.delta)))
+    value = apply_rope(row.value, table)
+    cos, sin = table[..., 0].abs(), table[..., 1].abs()
+    split = row.value.shape[-1] - 2 * pairs
+    by_pair = (*row.value.shape[:-1], pairs, 2)
+    magnitude = row.value[..., split:].abs().reshape(by_pair)
+    radius = row.delta[..., split:].reshape(by_pair)
+    spread = radius + ROTATION.value * U * magnitude
+    even = cos * spread[..., 0] + sin * spread[..., 1]
+    odd = sin * spread[..., 0] + cos * spread[..., 1]
+    turned = torch.stack((even, odd), dim=-1) * _SECOND_ORDER + 2 * TINY
+    turned = turned + table_error * magnitude.sum(-1, keepdim=True)
+    delta = torch.cat((row.delta[..., :split], turned.flatten(-2)), dim=-1)
+    return Enclosure(*(from_pairs(part, layout, pairs) for part in (value, delta)))
+
+
+def rotated(row: Enclosure) -> Enclosure:
+    """Enclose the 128-point Hadamard rotation of the last axis.
+
+    Every output is a signed sum of all inputs, so all dims of a row share the sum of the radii.
+
+    Parameters
+    ----------
+    row
+        [..., 128].
+    """
+    value = hadamard(row.value)
+    size = row.value.shape[-1]
+    total = row.delta.sum(-1, keepdim=True)
+    magnitude = row.value.abs().sum(-1, keepdim=True) + total
+    shared = (total + HADAMARD_SUM.value * U * magnitude) * size**-0.5
+    delta = (shared + HADAMARD_FACTOR.value * U * value.abs()) * _SECOND_ORDER + size * TINY
+    return Enclosure(value, delta)
+
+
+def weights(projection: Tensor, scale: float) -> Enclosure:
+    """Enclose the head weights, projection times ``scale``, after unfolding a query scale.
+
+    Parameters
+    ----------
+    projection
+        [tokens, heads] given projection.
+    scale
+        ``index_head_dim**-0.5 * index_n_heads**-0.5``.
+    """
+    value = projection.to(torch.float64) * scale
+    return Enclosure(value, HEAD_WEIGHT.value * U * value.abs() + TINY)
+
+
+def query_rotated(
+    query: Enclosure,
+    table: Tensor,
+    arithmetic: Arithmetic,
+    layout: RopeLayout = RopeLayout.TRAILING_PAIRS,
+) -> Enclosure:
+    """Enclose the query as it goes into its store: RoPE, Hadamard, and the profile's roundings.
+
+    Parameters
+    ----------
+    query
+        [tokens, heads, 128], usually ``exact`` of the given projection.
+    table
+        float64 [tokens, 1, 32, 2] cos and sin at the positions of the tokens.
+    arithmetic
+        Profile.
+    layout
+        Which dims are rotated.
+    """
+    row = rounding(roped(query, table, layout=layout), arithmetic.roped)
+    return rounding(rotated(row), arithmetic.rotated) if arithmetic.hadamard else row

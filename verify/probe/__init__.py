@@ -1,0 +1,1 @@
+"""Recall of a live endpoint."""

@@ -1,0 +1,1 @@
+"""Recall impact over depth and length."""

@@ -1,0 +1,273 @@
+"""Why a needle was missed, from what the candidate stored, scored and picked.
+
+* ``unreachable``: no entry of the needle can be picked: its window is not complete at the query, or
+  its page is not mapped.
+* ``upstream``: the reference misses it too, from the same hidden states: the arithmetic of the
+  indexer is not what lost it.
+* ``corrupted``: a stored row of the needle is off the candidate's profile.
+* ``outranked``: the row is right and others were picked. ``by`` says whose doing that is: the
+  ``format`` (the profile's own reference misses it), ``rounding`` (the gap is within the a-priori
+  limit), or the first stage off its profile.
+* ``attenuated``: all of it is picked, and less than half of the attention that the reference puts
+  on it is left.
+
+The limits are those of ``verify``: fixed before the run, never an error measured in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from needlepoint.optimized.protocol.interface import (
+    INDEX,
+    QUERY,
+    CandidateInfo,
+    Observed,
+    PagedRows,
+    StageKey,
+)
+from needlepoint.verify.base.stages import QUERIES, SCORES, STORED, TOPK, WEIGHTS
+from needlepoint.verify.judge.profiles import profile_of
+from needlepoint.verify.judge.sides.key_side import KeyReference, key_reference
+from needlepoint.verify.judge.sides.query_reference import (
+    QueryReference,
+    ReferenceBlock,
+    RotatedQueries,
+)
+from needlepoint.verify.judge.sides.query_side import BlockJudgement, QueryJudge
+from needlepoint.verify.layout.stored_rows import StoredRows, read_stored, replayable
+from needlepoint.verify.numerics.compare_codes import compare_encoded
+from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.numerics.selection import Swap
+from needlepoint.verify.recall.outcomes import Outcome, needle_entries, reachable
+from needlepoint.verify.recall.rows import GivenRows
+from needlepoint.verify.schema.recall import ATTENUATED as ATTENUATED
+from needlepoint.verify.schema.recall import CAUSES as CAUSES
+from needlepoint.verify.schema.recall import CORRUPTED as CORRUPTED
+from needlepoint.verify.schema.recall import OUTRANKED as OUTRANKED
+from needlepoint.verify.schema.recall import UNREACHABLE as UNREACHABLE
+from needlepoint.verify.schema.recall import UPSTREAM as UPSTREAM
+from needlepoint.verify.schema.recall import CauseName as CauseName
+
+_BLAMED: Final[tuple[StageKey, ...]] = ((QUERY, QUERIES), (QUERY, WEIGHTS), (INDEX, SCORES))
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why one needle was missed.
+
+    Attributes
+    ----------
+    cause, by
+        Words of this module; ``by`` is more exact, or empty.
+    page
+        Page of the needle's lowest-scoring entry in the candidate's pool; None without pages.
+    gap, allowed
+        Reference score of the needle minus that of the entry in its place, and the a-priori limit
+        of that gap; None where there is no such pair.
+    """
+
+    cause: CauseName
+    by: str
+    page: int | None
+    gap: float | None = None
+    allowed: float | None = None
+
+
+@dataclass(frozen=True)
+class MappedRows:
+    """Rows of one request through its page table, however wrong the table is.
+
+    Attributes
+    ----------
+    rows
+        Rows of every entry; those of an unmapped page are any rows.
+    pages
+        int64 ``[entries]``, page of each entry, -1 where the table names none of the pool.
+    """
+
+    rows: StoredRows
+    pages: Tensor
+
+
+def mapped_rows(paged: PagedRows, request: int = 0, width: int = 128) -> MappedRows:
+    """Read the rows of one request.
+
+    Unlike ``read_stored`` this refuses no page table: a wrong one is what is looked for.
+
+    Raises
+    ------
+    ValueError
+        If the pool is not usable.
+    """
+    count, size, total = paged.entries[request], paged.page_size, len(paged.pool)
+    every = torch.arange(total, dtype=torch.int32)
+    pool = read_stored(replace(paged, page_table=(every,), entries=(total * size,)), width)
+    table = paged.page_table[request].to(torch.int64)
+    entry = torch.arange(count)
+    place = entry // size
+    page = torch.where(place < len(table), table[place.clamp(max=max(len(table) - 1, 0))], -1)
+    page = torch.where((page >= 0) & (page < total), page, -1)
+    slot = page.clamp(min=0) * size + entry % size
+    encoded = replace(
+        pool.encoded,
+        codes=pool.encoded.codes[slot],
+        scales=None if pool.encoded.scales is None else pool.encoded.scales[slot],
+    )
+    return MappedRows(replace(pool, values=pool.values[slot], encoded=encoded), page)
+
+
+class MissJudge:
+    """Explains misses of one candidate in one request.
+
+    Parameters
+    ----------
+    given
+        The request.
+    info
+        The candidate.
+    observed
+        What it computed for the queries.
+    mapped
+        Its index rows by entry; None where it stores none.
+    keys
+        Reference of the index path under the candidate's profile.
+    limits
+        As for ``verify``.
+    """
+
+    def __init__(
+        self,
+        given: GivenRows,
+        info: CandidateInfo,
+        observed: Observed,
+        mapped: MappedRows | None,
+        keys: KeyReference,
+        limits: Limits,
+    ) -> None:
+        profile = profile_of(info)
+        self._mapped = mapped
+        self._limits = limits
+        self._ratio = given.inputs.ratio
+        self._off = torch.zeros(given.entries, dtype=torch.bool)
+        self._to_store = keys.to_store.value
+        if self._mapped is not None:
+            stored = self._mapped.rows
+            stored.require(profile.index_key)
+            error = compare_encoded(stored.encoded, keys.to_store, profile.index_key)
+            self._off = ~(error.ratio <= limits[STORED].value)
+        # Row i of the query side is turned by row i of its table.
+        turned = replace(given.inputs, rope_table=given.inputs.rope_table[given.positions])
+        reference = QueryReference(given.inputs, profile, keys, RotatedQueries(turned))
+        judge = QueryJudge(
+            given.inputs,
+            observed,
+            reference,
+            None if self._mapped is None else self._mapped.rows,
+            limits,
+        )
+        self._meant: ReferenceBlock = reference.block(given.block)
+        self._found: BlockJudgement = judge.judge(given.block, self._meant)
+
+    def cause(self, row: int, outcome: Outcome) -> Cause:
+        """Return why row ``row`` missed a needle that the reference hits."""
+        entries = needle_entries(outcome.needle, self._ratio, outcome.visible)
+        lowest = entries[int(self._meant.scores[row][entries].argmin())]
+        page = None if self._mapped is None else int(self._mapped.pages[lowest])
+        off = entries[self._off[entries]]
+        if len(off):
+            return Cause(CORRUPTED, self._whose(int(off[0])), page)
+        if not bool(torch.isin(entries, self._meant.picks[row]).all()):
+            return Cause(OUTRANKED, "format", page)
+        return self._outranked(row, entries, page)
+
+    def _outranked(self, row: int, entries: Tensor, page: int | None) -> Cause:
+        picks = self._found.picks
+        if picks is None:
+            return Cause(OUTRANKED, "no picks judged", page)
+        if int(picks.invalid[row]):
+            return Cause(OUTRANKED, "invalid picks", page)
+        swaps = picks.swaps
+        own = (swaps.row == row) & torch.isin(swaps.lost, entries)
+        if not bool(own.any()):
+            return Cause(OUTRANKED, "topk", page)
+        at = int(own.nonzero()[0])
+        gap, allowed = float(swaps.gap[at]), float(swaps.allowed[at])
+        kind = int(swaps.kind[at])
+        if kind == Swap.SELECTOR:
+            by = TOPK
+        elif gap <= allowed:
+            by = "rounding"
+        else:  # a tie too: scores that are equal and should not be
+            by = self._stage_off(row)
+        return Cause(OUTRANKED, by, page, gap, allowed)
+
+    def _stage_off(self, row: int) -> str:
+        """Return the first stage of a query that is off its profile."""
+        for key in _BLAMED:
+            errors, limit = self._found.errors.get(key), self._limits[key[1]].value
+            if errors is not None and not bool(errors.local.ratio[row] <= limit):
+                return ".".join(key)
+        # Rows that took its place may be wrong even where its own is right.
+        return f"{INDEX}.{STORED} of other entries" if bool(self._off.any()) else "not observed"
+
+    def _whose(self, entry: int) -> str:
+        """Return what stands in a wrong row: another entry's, if it is one."""
+        if self._mapped is None:
+            return ""
+        own = replayable(self._mapped.rows.values[entry])
+        distance = torch.linalg.vector_norm(self._to_store - own, dim=1)
+        nearest = int(distance.argmin())
+        near = float(distance[nearest]) < 0.5 * float(distance[entry])
+        page = int(self._mapped.pages[entry])
+        if near:
+            return f"wrong page: page {page} holds entry {nearest} in place of {entry}"
+        return f"{INDEX}.{STORED}"
+
+
+def explain(
+    given: GivenRows,
+    info: CandidateInfo,
+    observed: Observed,
+    missed: Sequence[tuple[int, Outcome]],
+    limits: Limits,
+) -> Mapping[int, Cause]:
+    """Return the cause of every miss by its row.
+
+    Nothing of the profile's reference is computed unless a miss is the candidate's own.
+    """
+    k = given.inputs.topk
+    mapped = None
+    if missed and INDEX in observed.stored:
+        mapped = mapped_rows(observed.stored[INDEX])
+    found: dict[int, Cause] = {}
+    judge: MissJudge | None = None
+    for row, outcome in missed:
+        cause = _without_reference(outcome, mapped, given.inputs.ratio, k)
+        if cause is None:
+            if judge is None:
+                keys = key_reference(INDEX, given.inputs, profile_of(info))
+                judge = MissJudge(given, info, observed, mapped, keys, limits)
+            cause = judge.cause(row, outcome)
+        found[row] = cause
+    return found
+
+
+def _without_reference(
+    outcome: Outcome, mapped: MappedRows | None, ratio: int, k: int
+) -> Cause | None:
+    """Return a cause that needs no profile: unreachable or upstream."""
+    entries = needle_entries(outcome.needle, ratio, outcome.visible)
+    if not reachable(outcome.needle, ratio, outcome.visible):
+        return Cause(UNREACHABLE, "window not complete", None)
+    pages = None if mapped is None else mapped.pages[entries]
+    if pages is not None and bool((pages < 0).any()):
+        return Cause(UNREACHABLE, "page not mapped", None)
+    if outcome.reference_hits[k]:
+        return None
+    return Cause(UPSTREAM, "", None if pages is None else int(pages[0]))

@@ -1,0 +1,1 @@
+"""Recordings: the format, writing, and reading as untrusted input."""

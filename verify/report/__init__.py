@@ -1,0 +1,1 @@
+"""Terminal, HTML, JUnit and Markdown from a result alone."""

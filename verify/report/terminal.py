@@ -1,0 +1,282 @@
+"""The terminal report, made from a result alone.
+
+The first line holds the verdict and the first divergence. Everything after it is for the reader who
+goes on: stages by layer, selection, cost, memory, what was not looked at, and where it ran. Plain
+text carries all meaning; colour repeats it. Order follows the result and never a set or the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from needlepoint.verify.report.extra import extra_parts
+from needlepoint.verify.report.recall_report import recall_parts
+from needlepoint.verify.report.summary import details, headline, layers_with, number, some
+from needlepoint.verify.report.tables import (
+    cost_table,
+    gate_table,
+    limit_table,
+    stage_table,
+    topk_table,
+    worst_table,
+)
+from needlepoint.verify.schema.result import (
+    CANNOT_JUDGE,
+    DIFFER,
+    MATCH,
+    CandidateResult,
+    LayerResult,
+    Result,
+    Verdict,
+)
+
+STYLES: dict[Verdict, str] = {
+    "match": "bold green",
+    "differ": "bold red",
+    "cannot-judge": "bold yellow",
+}
+FULL_LAYERS = 4
+"""More matching layers than this are folded into one line, and so are those beyond this number that
+are no match, so that a deep model stays readable."""
+WORST_STAGES = 6
+"""Stages that differ and have their worst tokens listed; the rest is counted."""
+_WHERE_ALL_IS = "see --json or --html"
+
+
+def print_report(
+    result: Result, console: Console, *, brief: bool = False, limits: bool = False
+) -> None:
+    """Print the report of a result.
+
+    Parameters
+    ----------
+    result
+        The result.
+    console
+        Where to print; its width is respected down to 80 columns.
+    brief
+        Print the first line alone.
+    limits
+        List the smallest limit that each stage passes.
+    """
+    console.print(_styled(result.verdict, headline(result)), soft_wrap=True)
+    if brief:
+        return
+    for line in details(result):
+        console.print(_indent(line))
+    if limits:
+        console.print()
+        console.print(Text("Smallest limit that every row passes"))
+        console.print(_indent(limit_table(result)))
+    for part in _parts(result):
+        console.print()
+        console.print(part)
+    if result.shrink is not None:
+        console.print()
+        # To be copied: never wrapped.
+        console.print(Text(f"replay: {result.shrink.command}"), soft_wrap=True)
+
+
+def _parts(result: Result) -> Iterable[RenderableType]:
+    """Yield the sections in order."""
+    for candidate in result.candidates:
+        yield _candidate(candidate)
+    if any(c.layers for c in result.candidates) and result.scenario is None:
+        title = f"Cost against the contracts (this run's contract: {result.contract})"
+        yield Group(Text(title), _indent(cost_table(result)))
+    memory = [line for c in result.candidates for line in _memory(c)]
+    if memory:
+        yield _list("Transient memory", memory)
+    if result.scenario is not None:
+        from needlepoint.verify.report.scenario_report import scenario_sections  # it needs torch
+
+        for title, lines in scenario_sections(result.scenario):
+            yield _list(title, lines)
+    yield from recall_parts(result)
+    yield from extra_parts(result)
+    if result.gates:
+        yield Group(Text("Gates"), _indent(gate_table(result.gates)))
+    yield _list("Coverage", _coverage(result))
+    yield _list("Run", _run(result))
+
+
+def _styled(verdict: Verdict, line: str) -> Text:
+    """Return a line whose verdict word is coloured."""
+    text = Text(line)
+    text.highlight_words([verdict], STYLES[verdict])
+    return text
+
+
+def _list(title: str, lines: Iterable[str]) -> RenderableType:
+    """Return a titled list."""
+    return Group(Text(title), *(_indent(line) for line in lines))
+
+
+def _indent(content: Table | str) -> Padding:
+    """Return a table or line moved right by two columns, wrapped lines included."""
+    return Padding(
+        content if isinstance(content, Table) else Text(content), (0, 0, 0, 2), expand=False
+    )
+
+
+def _candidate(candidate: CandidateResult) -> RenderableType:
+    """Return one candidate: identity, stages by layer, selection, worst tokens."""
+    kernel, profile = candidate.kernel, candidate.profile
+    parts: list[RenderableType] = [
+        _styled(candidate.verdict, f"{candidate.name}  {candidate.verdict}"),
+        _indent(
+            f"{candidate.format} on {candidate.device}, profile {profile.name}, "
+            f"kernel {kernel.variant}, path {kernel.path_taken or '-'}, "
+            f"source {kernel.source_sha256[:12] or '-'}"
+        ),
+    ]
+    shown, folded, others = _fold(candidate.layers)
+    if shown:
+        title = "worst row of each stage, errors in units of the limit"
+        parts += [_indent(title), _indent(stage_table(shown))]
+    if folded:
+        parts.append(_indent(_folded_line(candidate, folded)))
+    if others:
+        parts.append(_indent(_others_line(candidate, others)))
+    failing = [
+        (layer.layer, stage)
+        for layer in candidate.layers
+        for stage in layer.stages
+        if stage.verdict == DIFFER
+    ]
+    if failing:
+        table = worst_table(failing[:WORST_STAGES])
+        parts += [_indent("worst tokens of stages that differ"), _indent(table)]
+    if len(failing) > WORST_STAGES:
+        parts.append(_indent(f"... and {len(failing) - WORST_STAGES} more stages; {_WHERE_ALL_IS}"))
+    if any(layer.topk is not None for layer in shown):
+        title = "selection: overlap and score lost (score RMS) against the contract"
+        parts += [_indent(title), _indent(topk_table(shown))]
+    return Group(*parts)
+
+
+def _differs(layer: LayerResult) -> bool:
+    return any(stage.verdict == DIFFER for stage in layer.stages)
+
+
+def _clean(layer: LayerResult) -> bool:
+    return all(stage.verdict in (None, MATCH) for stage in layer.stages)
+
+
+def _fold(
+    layers: tuple[LayerResult, ...],
+) -> tuple[list[LayerResult], list[LayerResult], list[LayerResult]]:
+    """Return layers to print in full, and matching layers and others to fold into a line each."""
+    clean = [layer for layer in layers if _clean(layer)]
+    # Those that differ come before those that could not be judged: the headline names the first.
+    rest = sorted((layer for layer in layers if not _clean(layer)), key=lambda x: not _differs(x))
+    folded, others = clean[: len(clean) if len(clean) > FULL_LAYERS else 0], rest[FULL_LAYERS:]
+    gone = {layer.layer for layer in (*folded, *others)}
+    return [layer for layer in layers if layer.layer not in gone], folded, others
+
+
+def _others_line(candidate: CandidateResult, others: list[LayerResult]) -> str:
+    """Return the one line of folded layers that are no match: which, and in which stages."""
+    names = layers_with(candidate.layers, {layer.layer for layer in others})
+    told = []
+    for verdict in (DIFFER, CANNOT_JUDGE):
+        stages = dict.fromkeys(
+            f"{stage.path}.{stage.stage}"
+            for layer in others
+            for stage in layer.stages
+            if stage.verdict == verdict
+        )
+        told += [f"{verdict} in {some(list(stages))}"] if stages else []
+    return f"layers {names}: {', '.join(told)}; {_WHERE_ALL_IS}"
+
+
+def _folded_line(candidate: CandidateResult, folded: list[LayerResult]) -> str:
+    """Return the one line of folded layers, with the row that came closest to its limit."""
+    names = layers_with(candidate.layers, {layer.layer for layer in folded})
+    closest = max(
+        (
+            (stage.local.error.max, -layer.layer, f"{stage.path}.{stage.stage}")
+            for layer in folded
+            for stage in layer.stages
+            if stage.local is not None and stage.local.error.max is not None
+        ),
+        default=None,
+    )
+    line = f"layers {names}: match"
+    if closest is None:
+        return line
+    return f"{line}; closest to its limit: layer {-closest[1]} {closest[2]} at {number(closest[0])}"
+
+
+def _memory(candidate: CandidateResult) -> list[str]:
+    """Return measured and predicted transient memory."""
+    memory = candidate.memory
+    lines: list[str] = []
+    if memory.peak_transient_bytes is not None:
+        lines.append(f"{candidate.name}: peak {memory.peak_transient_bytes:,} B")
+    law = memory.law
+    if law is not None:
+        lines.append(
+            f"{candidate.name}: {number(law.bytes_per_product)} B x queries x heads x keys, "
+            f"fitted to {len(law.points)} sizes; predicted for the last prefill chunk of "
+            f"{law.predicted_tokens:,} tokens with 64 heads "
+            f"(not allocated): {law.predicted_bytes / 2**30:.2f} GiB"
+        )
+    return lines
+
+
+def _coverage(result: Result) -> list[str]:
+    """Return what was compared, given, not covered and skipped."""
+    counts = result.counts
+    lines = [f"compared: {counts.compared} of {counts.expected} stages"]
+    for kind in ("given", "consequence"):
+        names: dict[str, None] = {}
+        for candidate in result.candidates:
+            for layer in candidate.layers:
+                for stage in layer.stages:
+                    if stage.kind == kind:
+                        names[f"{stage.path}.{stage.stage}"] = None
+        lines.append(f"{kind}: {', '.join(names) or 'none'}")
+    lines.append(f"not covered: {_not_covered(result)}")
+    skipped = [
+        f"{r.candidate} layer {r.layer} {r.path}.{r.stage}" + (f" ({r.reason})" if r.reason else "")
+        for r in counts.skipped
+    ]
+    lines.append(f"skipped: {some(skipped) or 'none'}")
+    return lines
+
+
+def _not_covered(result: Result) -> str:
+    """Return undeclared stages, each with its layers and, where not all, its candidates."""
+    layers_of: dict[tuple[str, str], set[int]] = {}
+    for ref in result.counts.not_covered:
+        layers_of.setdefault((f"{ref.path}.{ref.stage}", ref.candidate), set()).add(ref.layer)
+    every = {c.name: c.layers for c in result.candidates}
+    candidates_of: dict[str, list[str]] = {}
+    for (stage, candidate), numbers in layers_of.items():
+        item = f"{stage} (layer {layers_with(every.get(candidate, ()), numbers)})"
+        candidates_of.setdefault(item, []).append(candidate)
+    items = [
+        item if len(names) == len(every) else f"{item} of {', '.join(names)}"
+        for item, names in candidates_of.items()
+    ]
+    return "; ".join(items) or "none"
+
+
+def _run(result: Result) -> list[str]:
+    """Return input and environment."""
+    given, env = result.input, result.environment
+    extra = [f"model {given.model}"] if given.model is not None else []
+    extra += [f"seed {given.seed}"] if given.seed is not None else []
+    requests = f"{given.requests} request" + ("" if given.requests == 1 else "s")
+    extra.append(f"sha256 {given.sha256[:12]}")
+    return [
+        f"input {given.name}, {given.tokens:,} tokens in {requests}, {', '.join(extra)}",
+        f"needlepoint {env.needlepoint}, torch {env.torch}, numpy {env.numpy}, python {env.python}",
+        f"{env.platform}, {env.cpu}, {env.threads} threads, device {env.device}, world {env.world}",
+    ]

@@ -1,0 +1,1 @@
+"""Histories of a server: events, rules, expected contents, sweeps."""

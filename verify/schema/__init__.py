@@ -1,0 +1,1 @@
+"""Records of everything that is written or read back."""

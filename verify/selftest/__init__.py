@@ -1,0 +1,1 @@
+"""Plant faults and report which gate catches which."""

@@ -1,0 +1,136 @@
+"""The faults and controls of the self-test: what each plants, where, and which gate is to fire.
+
+A fault is planted on a sound run (``faults_ground.py``). It must change what the candidate
+returned, must be caught by the gates it names, and must leave the gates alone that it clears. A
+control changes what a sound kernel may change and must set off none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from needlepoint.optimized.protocol.interface import Observed
+from needlepoint.verify.selftest.faults.ground import Ground
+
+Plant = Callable[[Ground], Observed]
+
+OWN = "own"
+"""Kind of input of most cases: the self-test's own, or the user's recording."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a case runs on.
+
+    Attributes
+    ----------
+    key_format
+        ``"bf16"``, ``"fp8"`` or ``"fp4"``.
+    ratio
+        Compression ratio of the layer.
+    kind
+        ``own`` or a synthetic kind.
+    """
+
+    key_format: str = "fp8"
+    ratio: int = 4
+    kind: str = OWN
+
+
+OWN_FP8 = Setting()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault or control.
+
+    Attributes
+    ----------
+    id
+        Name that stays the same.
+    letter
+        Class of the fault log, ``A`` to ``Q``.
+    text
+        What is planted, one sentence.
+    plant
+        From a sound run to what the faulty candidate returns.
+    gates
+        Gates that must fire; none for a control.
+    clear
+        Gates that must not fire, by name or by the part before the dot.
+    log
+        Rows of docs/fault_log.md whose mechanism this is.
+    setting
+        What it runs on.
+    needs
+        Entries of the longest request from which the fault can show.
+    both_scales
+        Whether it is planted on stored rows at scale 1e-3 too.
+    again
+        What a second run returns, for faults that show between runs; None for ``plant``.
+    declares
+        Stages that the candidate declares; none for all.
+    requests
+        Requests with an entry that the fault needs.
+    """
+
+    id: str
+    letter: str
+    text: str
+    plant: Plant
+    gates: tuple[str, ...] = ()
+    clear: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
+    setting: Setting = OWN_FP8
+    needs: int = 16
+    both_scales: bool = True
+    again: Plant | None = None
+    declares: tuple[str, ...] = ()
+    requests: int = 1
+
+    @property
+    def control(self) -> bool:
+        """Whether this is a control: nothing may fire."""
+        return not self.gates
+
+
+def fault(
+    id: str,
+    letter: str,
+    text: str,
+    plant: Plant,
+    gates: str,
+    *,
+    log: str = "",
+    clear: str = "",
+    on: Setting = OWN_FP8,
+    needs: int = 16,
+    both_scales: bool = True,
+    again: Plant | None = None,
+    declares: str = "",
+    requests: int = 1,
+) -> Case:
+    """Return a fault; gates, clear, log and declares are words, the rest as in :class:`Case`."""
+    return Case(
+        id,
+        letter,
+        text,
+        plant,
+        tuple(gates.split()),
+        tuple(clear.split()),
+        tuple(log.split()),
+        on,
+        needs,
+        both_scales,
+        again,
+        tuple(declares.split()),
+        requests,
+    )
+
+
+def control(
+    id: str, letter: str, text: str, plant: Plant, *, log: str = "", on: Setting = OWN_FP8
+) -> Case:
+    """Return a control."""
+    return Case(id, letter, text, plant, log=tuple(log.split()), setting=on, needs=1)

@@ -1,0 +1,250 @@
+"""Servers with one fault each, for :mod:`~needlepoint.verify.selftest.faults.scenario`.
+
+Each is the emulated server with one method changed, so that whole prompts stay right and only what
+lies between calls is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from needlepoint.optimized.cuda.plan import I64, window_slots
+from needlepoint.optimized.protocol.interface import MAIN, PagedRows
+from needlepoint.optimized.protocol.serving import Part, Place, StepBatch, StepOutput, TokenRows
+from needlepoint.optimized.serving.emulated import EmulatedServer, Windows
+
+
+class Overlap(EmulatedServer):
+    """A call sees only its own windows: the older half is lost where it lies in the state."""
+
+    def windows(self, path: str, batch: StepBatch, part: I64, entry: I64) -> Windows:
+        """Mask the older four slots of windows that are a call's first."""
+        found = super().windows(path, batch, part, entry)
+        if self.parameters.ratio == 4:
+            start = np.array([own.place.length for own in batch.parts])[part]
+            found.masked[:4, (entry - 1) * 4 < start] = True
+        return found
+
+
+class SlotBias(EmulatedServer):
+    """The position embedding counts from the start of the call, not of the request."""
+
+    def windows(self, path: str, batch: StepBatch, part: I64, entry: I64) -> Windows:
+        """Move the scores by the difference of the two embeddings."""
+        found = super().windows(path, batch, part, entry)
+        ratio = self.parameters.ratio
+        ape = self._compressor_parameters(path).ape.numpy()
+        start = np.array([own.place.length for own in batch.parts])[part]
+        place = np.arange(window_slots(ratio))[:, None] % ratio
+        moved = ape[(place - start) % ratio] - ape[np.broadcast_to(place, (len(place), len(part)))]
+        if ratio == 4:
+            width = moved.shape[2] // 2
+            moved = np.concatenate((moved[:4, :, :width], moved[4:, :, width:]))
+        return replace(found, score=found.score + moved.astype(np.float32))
+
+
+class Tail(EmulatedServer):
+    """Tokens behind the last full window of a call of several are not kept."""
+
+    def write_state(self, path: str, place: Place, first: int, rows: TokenRows) -> None:
+        """Drop them."""
+        count, ratio = len(rows.kv), self.parameters.ratio
+        if count > 1:
+            count = max(0, (first + count) // ratio * ratio - first)
+        super().write_state(path, place, first, TokenRows(rows.kv[:count], rows.score[:count]))
+
+
+class Padding(EmulatedServer):
+    """Rows are counted without the padding before them."""
+
+    def step(self, batch: StepBatch) -> StepOutput:
+        """Move every part to where it would be without padding at the front."""
+        before = min(part.row for part in batch.parts)
+        parts = tuple(replace(part, row=part.row - before) for part in batch.parts)
+        out = super().step(replace(batch, parts=parts))
+        if out.query is None or out.topk is None:
+            return out
+        query = out.query
+        moved = replace(
+            query,
+            codes=query.codes.roll(before, 0),
+            scales=None if query.scales is None else query.scales.roll(before, 0),
+            weights=query.weights.roll(before, 0),
+        )
+        return replace(out, query=moved, topk=out.topk.roll(before, 0))
+
+
+class PaddingStored(EmulatedServer):
+    """Padding is stored in the first row of the first page."""
+
+    def step(self, batch: StepBatch) -> StepOutput:
+        """Write a row for padding."""
+        out = super().step(batch)
+        if len(batch.tokens[MAIN].kv) > sum(part.count for part in batch.parts):
+            self.cache.pools[MAIN][0][0, :16] = 7
+        return out
+
+
+class EntryPosition(EmulatedServer):
+    """Entries of a call are rotated as if the call were the start of the request."""
+
+    def _finish(self, path: str, batch: StepBatch, windows: Windows, pooled: np.ndarray) -> None:
+        table = self.parameters.rope_table
+        start = {i: part.place.length for i, part in enumerate(batch.parts)}
+        ratio = self.parameters.ratio
+        for number in np.unique(windows.part):
+            own = windows.part == number
+            moved = table.roll(start[int(number)] // ratio * ratio, 0)
+            self.parameters = replace(self.parameters, rope_table=moved)
+            one = Windows(
+                windows.part[own], windows.entry[own], windows.kv, windows.score, windows.masked
+            )
+            super()._finish(path, batch, one, pooled[own])
+            self.parameters = replace(self.parameters, rope_table=table)
+
+
+class StridedAsRun(EmulatedServer):
+    """Strided tokens of a context-parallel rank are taken for a run."""
+
+    ranks, layout = 1, ""
+
+    def visible(self, part: Part) -> Tensor:
+        """Count the tokens of each rank from its first one on."""
+        seen = super().visible(part)
+        ranks = self.ranks
+        if ranks == 1 or self.layout != "strided":
+            return seen
+        first = torch.arange(len(seen)) % ranks
+        place = torch.arange(len(seen)) // ranks
+        return (part.place.length + first + place + 1) // self.parameters.ratio
+
+    def step(self, batch: StepBatch) -> StepOutput:
+        """Remember the geometry."""
+        self.ranks, self.layout = batch.ranks, batch.layout
+        return super().step(batch)
+
+
+class LocalLength(EmulatedServer):
+    """Each rank rounds its share of the entries down, so the newest are lost."""
+
+    ranks = 1
+
+    def step(self, batch: StepBatch) -> StepOutput:
+        """Remember the ranks."""
+        self.ranks = batch.ranks
+        return super().step(batch)
+
+    def visible(self, part: Part) -> Tensor:
+        """Give every rank the same whole number of entries."""
+        seen = super().visible(part)
+        return seen // self.ranks * self.ranks
+
+
+class Unfinished(EmulatedServer):
+    """A token sees the entry of the window that it stands in, finished or not."""
+
+    def visible(self, part: Part) -> Tensor:
+        """Round up."""
+        first = part.place.length + 1
+        ratio = self.parameters.ratio
+        seen = (torch.arange(first, first + part.count) + ratio - 1) // ratio
+        return seen.clamp(max=(part.place.length + part.count) // ratio)
+
+
+class NewestHidden(EmulatedServer):
+    """A decoded token does not see the entry that it completes."""
+
+    def visible(self, part: Part) -> Tensor:
+        """Count the tokens before it."""
+        seen = super().visible(part)
+        return (self.positions(part)) // self.parameters.ratio if part.count == 1 else seen
+
+
+class FirstPages(EmulatedServer):
+    """Every request of a call is stored through the page table of the first."""
+
+    def paged(self, path: str, place: Place, entries: int) -> PagedRows:
+        """Use the first table."""
+        if self.first is not None and len(self.first.pages[path]) >= len(place.pages[path]):
+            place = replace(place, pages=self.first.pages, pool=self.first.pool)
+        return super().paged(path, place, entries)
+
+    first: Place | None = None
+
+    def step(self, batch: StepBatch) -> StepOutput:
+        """Remember the first place."""
+        self.first = batch.parts[0].place
+        return super().step(batch)
+
+
+class FirstSlot(EmulatedServer):
+    """Every request of a call keeps its tokens in the slot of the first."""
+
+    first: Place | None = None
+
+    def write_state(self, path: str, place: Place, first: int, rows: TokenRows) -> None:
+        """Use the first slot."""
+        slot = place.slot if self.first is None else self.first.slot
+        super().write_state(path, replace(place, slot=slot), first, rows)
+
+    def step(self, batch: StepBatch) -> StepOutput:
+        """Remember the first place."""
+        self.first = batch.parts[0].place
+        out = super().step(batch)
+        self.first = None
+        return out
+
+
+class StaleMetadata(EmulatedServer):
+    """A decode replays the places of the first decode of as many requests."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)  # type: ignore[arg-type]
+        self.captured: dict[int, tuple[Part, ...]] = {}
+
+    def step(self, batch: StepBatch) -> StepOutput:
+        """Replay a captured call."""
+        parts = batch.parts
+        if all(part.count == 1 and not part.draft for part in parts) and batch.ranks == 1:
+            rows = [part.row for part in self.captured.get(len(parts), parts)]
+            held = self.captured.setdefault(len(parts), parts)
+            if rows == [part.row for part in parts]:
+                batch = replace(batch, parts=held)
+        return super().step(batch)
+
+
+class FirstDecodeStale(EmulatedServer):
+    """The first decode after a prompt runs with the lengths of the prompt: no window completes."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)  # type: ignore[arg-type]
+        self.prompted: set[int] = set()
+        self.stale: set[int] = set()
+
+    def step(self, batch: StepBatch) -> StepOutput:
+        """Notice who comes from a prompt."""
+        single = {part.place.slot for part in batch.parts if part.count == 1}
+        self.stale = self.prompted & single
+        out = super().step(batch)
+        self.prompted -= {part.place.slot for part in batch.parts}
+        self.prompted |= {part.place.slot for part in batch.parts if part.count > 1}
+        return out
+
+    def completed(self, batch: StepBatch) -> tuple[I64, I64]:
+        """Leave out what those complete."""
+        part, entry = super().completed(batch)
+        keep = np.array([batch.parts[i].place.slot not in self.stale for i in part], np.bool_)
+        return part[keep], entry[keep]
+
+
+class Bf16State(EmulatedServer):
+    """A state that is declared fp32 keeps bf16."""
+
+    def write_state(self, path: str, place: Place, first: int, rows: TokenRows) -> None:
+        """Round what is kept."""
+        kv, score = (x.bfloat16().float() for x in (rows.kv, rows.score))
+        super().write_state(path, place, first, TokenRows(kv, score))

@@ -1,0 +1,279 @@
+"""Which gates fire on a candidate that returns something else than the sound one.
+
+The sound run is judged whole, once. Of any other run only the stages whose tensors changed are
+judged again, by the same functions that judge a candidate in ``verify``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from needlepoint.optimized.protocol.interface import (
+    INDEX,
+    CandidateInfo,
+    CompressorInputs,
+    LayerInputs,
+    Observed,
+    QueryInputs,
+    StageKey,
+)
+from needlepoint.reference.profile import needlepoint_profile
+from needlepoint.verify.base.stage_blocks import Block, query_blocks
+from needlepoint.verify.base.stages import (
+    NORMED,
+    POOLED,
+    ROPED,
+    ROTATED,
+    STORED,
+    TOPK,
+    declared_stages,
+)
+from needlepoint.verify.diff.byte_compare import unowned_change
+from needlepoint.verify.judge.candidate_run import CandidateFailed, blamed, missing_stages, observe
+from needlepoint.verify.judge.degenerate import limit_range
+from needlepoint.verify.judge.repeat import snapshot
+from needlepoint.verify.judge.sides.key_side import KeyReference, StageErrors, key_reference
+from needlepoint.verify.judge.sides.outputs import (
+    has_query_side,
+    joined_blocks,
+    joined_picks,
+    judge_keys,
+    key_paths,
+    read_layer_rows,
+)
+from needlepoint.verify.judge.sides.query_reference import (
+    QueryReference,
+    ReferenceBlock,
+    RotatedQueries,
+)
+from needlepoint.verify.judge.sides.query_side import QueryJudge
+from needlepoint.verify.numerics.bias import bias_tests
+from needlepoint.verify.numerics.directions import limit_fault
+from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.numerics.selection import PickErrors, Swap
+from needlepoint.verify.selftest.changes import changed_parts, parts_of
+from needlepoint.verify.selftest.faults.fault import Case, Plant
+from needlepoint.verify.selftest.faults.ground import Ground
+from needlepoint.verify.selftest.gates import (
+    BIAS,
+    INVALID,
+    NOT_OBSERVED,
+    PROTOCOL,
+    REPEAT,
+    SELECTOR,
+    SKIPPED,
+    UNKNOWN,
+    UNOWNED,
+    ordered,
+)
+from needlepoint.verify.selftest.others import Pair, pair_of
+
+Part = TypeVar("Part", CompressorInputs, QueryInputs)
+
+ALONE = "an accumulated error is beyond its limit and no local one is"
+"""No sound radius allows that, so accumulated errors are no gate of their own."""
+
+_QUERY_PARTS = frozenset(
+    {"index.stored", "query.query", "query.weights", "index.scores", "index.topk"}
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the gates say of one run.
+
+    Attributes
+    ----------
+    gates
+        Gates that fired, in stage order.
+    changed
+        Tensors that are not the sound run's.
+    observed
+        What was returned; None where the run was refused.
+    detail
+        Why it was refused, or that an accumulated error failed alone, or empty.
+    """
+
+    gates: tuple[str, ...]
+    changed: frozenset[str]
+    observed: Observed | None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A candidate that returns what was planted on a sound run."""
+
+    ground: Ground
+    plant: Plant
+    declared: frozenset[StageKey]
+
+    @property
+    def info(self) -> CandidateInfo:
+        """Identity: the profile of the sound candidate."""
+        name = f"planted:{self.ground.key_format}"
+        return CandidateInfo(name, self.ground.key_format, "cpu", "needlepoint", "", "0" * 64)
+
+    def stages(self, ratio: int) -> frozenset[StageKey]:
+        """Return what the sound candidate declares, or less."""
+        return self.declared
+
+    def run(self, inputs: LayerInputs) -> Observed:
+        """Plant on the sound run of these inputs."""
+        return self.plant(replace(self.ground, given=inputs))
+
+
+class GroundJudge:
+    """Judges what is planted on one sound run.
+
+    Parameters
+    ----------
+    ground
+        The sound run.
+    limits
+        Limits.
+    """
+
+    def __init__(self, ground: Ground, limits: Limits) -> None:
+        given = ground.given
+        self.ground = ground
+        self._limits = limits
+        arithmetic = needlepoint_profile(ground.key_format)
+        self.keys: Mapping[str, KeyReference] = {
+            path: key_reference(path, given, arithmetic) for path in key_paths(given)
+        }
+        self.query: QueryReference | None = None
+        self.blocks: list[Block] = []
+        self._meant: list[ReferenceBlock] = []
+        if given.query is not None:
+            width = given.query.q.shape[1] * given.query.q.shape[2]
+            self.blocks = list(query_blocks(given.lengths, given.ratio, width))
+            self.query = QueryReference(given, arithmetic, self.keys[INDEX], RotatedQueries(given))
+            self._meant = [self.query.block(block) for block in self.blocks]
+
+    def planted(self, case: Case) -> Planted:
+        """Return a candidate with a fault or control."""
+        return Planted(self.ground, case.plant, self._declared(case))
+
+    def find(self, case: Case) -> Finding:
+        """Plant, hold the result to the protocol, and judge every stage that changed."""
+        given = self.ground.given
+        candidate = self.planted(case)
+        try:
+            observed = observe(candidate, _copied(given))
+            changed = changed_parts(self.ground.observed, observed, given.lengths)
+            with blamed(candidate.info.name, given.layer):
+                errors, picks = self._judge(observed, changed)
+                moved = self._moved(case, observed)
+        except CandidateFailed as error:
+            return Finding((PROTOCOL,), frozenset({PROTOCOL}), None, str(error))
+        gates = self._fired(errors, picks) | self._beside(observed, changed)
+        gates |= {REPEAT} if moved else set()
+        gates |= {SKIPPED} if missing_stages(candidate, given, observed) else set()
+        alone = self._failed(errors, "accumulated") and not self._failed(errors, "local")
+        return Finding(ordered(gates), changed | moved, observed, ALONE if alone else "")
+
+    def sound(self) -> Finding:
+        """Judge the sound run whole."""
+        observed = self.ground.observed
+        errors, picks = self._judge(observed, frozenset(parts_of(observed)))
+        return Finding(ordered(self._fired(errors, picks)), frozenset(), observed)
+
+    def pair(self, name: str, observed: Observed) -> Pair | None:
+        """Return the tensor of a stage and its reference, as other comparisons see them."""
+        arithmetic = needlepoint_profile(self.ground.key_format)
+        return pair_of(name, observed, self.ground.given, self.keys, self._meant, arithmetic)
+
+    def picks(self, observed: Observed) -> Pair | None:
+        """Return the picks of a run and the reference's; None where there are none."""
+        if observed.topk is None or self.query is None:
+            return None
+        return observed.topk, torch.cat([meant.picks for meant in self._meant])
+
+    def _declared(self, case: Case) -> frozenset[StageKey]:
+        given = self.ground.given
+        every = frozenset(k for k in declared_stages(given.ratio) if k[1] not in NOT_OBSERVED)
+        return frozenset(k for k in every if ".".join(k) in case.declares) or every
+
+    def _judge(
+        self, observed: Observed, changed: frozenset[str]
+    ) -> tuple[dict[StageKey, StageErrors], PickErrors | None]:
+        """Judge the paths of which something changed, and the query side behind them."""
+        given = self.ground.given
+        stored = read_layer_rows(given, observed)
+        touched = {path: key for path, key in self.keys.items() if _key_parts(path) & changed}
+        errors = judge_keys(observed, stored, touched)
+        if self.query is None or not has_query_side(observed) or not _QUERY_PARTS & changed:
+            return errors, None
+        judge = QueryJudge(given, observed, self.query, stored.get(INDEX), self._limits)
+        blocks = [judge.judge(*pair) for pair in zip(self.blocks, self._meant, strict=True)]
+        return errors | joined_blocks(blocks), joined_picks(blocks)
+
+    def _failed(self, errors: Mapping[StageKey, StageErrors], way: str) -> bool:
+        return any(
+            bool(getattr(found, way).failed(self._limits[key[1]].value).any())
+            for key, found in errors.items()
+        )
+
+    def _fired(self, errors: Mapping[StageKey, StageErrors], picks: PickErrors | None) -> set[str]:
+        gates = set()
+        for key, found in errors.items():
+            limit = self._limits[key[1]].value
+            if key[1] == TOPK:
+                gates |= _pick_gates(picks) if bool(found.local.failed(limit).any()) else set()
+            elif limit_fault(limit, *limit_range(found)) is None:  # else the stage is refused
+                gates |= {".".join(key)} if bool(found.local.failed(limit).any()) else set()
+                gates |= {BIAS} if any(t.exceeded for t in bias_tests(found, limit)) else set()
+        return gates
+
+    def _moved(self, case: Case, first: Observed) -> frozenset[str]:
+        """Return the stages that a second run changes, as ``--repeat`` compares runs."""
+        if case.again is None:
+            return frozenset()
+        given = self.ground.given
+        again = Planted(self.ground, case.again, self._declared(case))
+        runs = [snapshot(given, run).hashes for run in (first, observe(again, _copied(given)))]
+        return frozenset(".".join(key) for key in runs[0] if runs[0][key] != runs[1].get(key))
+
+    def _beside(self, observed: Observed, changed: frozenset[str]) -> set[str]:
+        """Return the gates that look at bytes rather than at stages."""
+        gates = set()
+        for path, rows in observed.stored.items():
+            width = 128 if path == INDEX else self.ground.given.main.norm_weight.numel()
+            sound = self.ground.observed.stored[path]
+            if f"{path}.stored" in changed and unowned_change(rows, sound, width) is not None:
+                gates.add(UNOWNED)
+        return gates
+
+
+def _pick_gates(picks: PickErrors | None) -> set[str]:
+    if picks is None:
+        return {SELECTOR}
+    found = {SELECTOR} if picks.count(Swap.SELECTOR) else set()
+    found |= {UNKNOWN} if picks.count(Swap.UNKNOWN) else set()
+    found |= {INVALID} if bool(picks.invalid.any()) else set()
+    # Picks of the reference that the candidate's own scores do not justify swap nothing.
+    return found or {SELECTOR}
+
+
+def _key_parts(path: str) -> frozenset[str]:
+    return frozenset(f"{path}.{stage}" for stage in (POOLED, NORMED, ROPED, ROTATED, STORED))
+
+
+def _copied(given: LayerInputs) -> LayerInputs:
+    """Return inputs that a candidate may spoil."""
+
+    def clone(part: Part) -> Part:
+        return replace(part, **{name: value.clone() for name, value in part.tensors().items()})
+
+    return replace(
+        given,
+        index=None if given.index is None else clone(given.index),
+        main=clone(given.main),
+        query=None if given.query is None else clone(given.query),
+        rope_table=given.rope_table.clone(),
+    )

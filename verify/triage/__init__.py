@@ -1,0 +1,1 @@
+"""After a verdict: new limits, smaller inputs, saved failures."""
