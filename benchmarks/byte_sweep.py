@@ -28,7 +28,6 @@ from needlepoint.benchmarks.stored_bytes import (
     on_device,
 )
 from needlepoint.optimized.cuda.faults import new_faults, require_no_store_faults
-from needlepoint.optimized.cuda.plan import Chunks, StorePlan, plan_store, window_slots
 from needlepoint.optimized.cuda.store import ROWS, PagedPool, new_state, store
 from needlepoint.optimized.cuda.weights import StoreWeights
 from needlepoint.optimized.emulation.compiled import Parameters, compute_rows, encode_rows
@@ -36,6 +35,7 @@ from needlepoint.optimized.emulation.narrow import StoredRows
 from needlepoint.optimized.emulation.pages import allocate, page_rows, write_rows
 from needlepoint.optimized.emulation.specification import LOG2_E
 from needlepoint.optimized.protocol.interface import LayerInputs, PagedRows
+from needlepoint.optimized.serving.plan import Chunks, StorePlan, plan_store, window_slots
 
 I64 = npt.NDArray[np.int64]
 SHAPES = ((4, 128), (4, 512), (128, 512))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from needlepoint.benchmarks.timing import Call, Side
 from needlepoint.optimized.cuda.faults import new_faults
-from needlepoint.optimized.cuda.plan import Chunks, StorePlan, plan_store, ring_rows
 from needlepoint.optimized.cuda.store import (
     ROWS,
     PagedPool,
@@ -22,6 +21,7 @@ from needlepoint.optimized.cuda.store import (
 from needlepoint.optimized.cuda.weights import StoreWeights
 from needlepoint.optimized.emulation.pages import LAYOUTS
 from needlepoint.optimized.engines.sglang import SglangKernels
+from needlepoint.optimized.serving.plan import Chunks, StorePlan, plan_store, ring_rows
 
 L2_FACTOR = 4
 MAX_SETS = 64

@@ -22,13 +22,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.reference.profile import BF16_CONTRACT
 from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.inputs.load import load_inputs
-from needlepoint.verify.judge.pipeline import verify
 from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.report.html import html_report
+from needlepoint.verify.run.pipeline import verify
 from needlepoint.verify.schema.result import CandidateResult, Result
 
 LAYERS: Final = 43

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates import FACTORIES
+from needlepoint.optimized.candidates.catalogue import FACTORIES
 from needlepoint.reference.config import MODELS, ModelConfig
 from needlepoint.reference.weights import LayerWeights, random_layer_weights
 from needlepoint.verify.inputs.checks import tensor_digest

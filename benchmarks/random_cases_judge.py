@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from needlepoint.benchmarks.random_cases import RandomCase, case_inputs
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.reference.profile import BF16_CONTRACT
 from needlepoint.verify.base.progress import NoProgress
-from needlepoint.verify.judge.pipeline import verify
 from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.run.pipeline import verify
 from needlepoint.verify.schema.result import MATCH, LayerResult, Result
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from needlepoint.verify.report.output import shipped_schema
+from needlepoint.verify.recording.results import shipped_schema
 
 FOLDER: Final = Path(__file__).parent / "reference"
 PUBLIC: Final = {
@@ -26,10 +26,10 @@ PUBLIC: Final = {
         "PagedRows",
         "QueryRows",
     ),
-    "needlepoint.optimized.candidates": ("create", "names"),
+    "needlepoint.optimized.candidates.catalogue": ("create", "names"),
     "needlepoint.verify.inputs.load": ("load_inputs", "Inputs"),
-    "needlepoint.verify.judge.pipeline": ("verify", "PipelineOutput"),
-    "needlepoint.verify.report.output": ("load_result", "result_files", "shipped_schema"),
+    "needlepoint.verify.run.pipeline": ("verify", "PipelineOutput"),
+    "needlepoint.verify.recording.results": ("load_result", "result_files", "shipped_schema"),
     "needlepoint.verify.goldens.manifest": ("load_golden", "Loaded"),
     "needlepoint.verify.cli.pytest_judge": ("Judge",),
 }

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.emulation.scoring import fused_scores
 from needlepoint.optimized.protocol.interface import CandidateInfo
 from needlepoint.optimized.protocol.serving import CacheSpec, LayerParameters, Place, TokenRows

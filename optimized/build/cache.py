@@ -1,7 +1,7 @@
 """What the kernel cache holds: every built module, why it is stale, and removal of stale ones.
 
-A module is stale if :func:`needlepoint.optimized.build.compile.build` would not load it today: its sources,
-flags or compiler changed, it is no module any more, or its library is damaged.
+A module is stale if ``compile.build`` would not load it today: its sources, flags or compiler
+changed, it is no module any more, or its library is damaged.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from torch import Tensor
 from needlepoint.optimized.build.compile import sources_sha256
 from needlepoint.optimized.build.score_variants import accumulator, default_unit
 from needlepoint.optimized.build.variants import query_name
-from needlepoint.optimized.cuda.plan import Chunks, StorePlan, plan_store
 from needlepoint.optimized.cuda.query import store_queries
 from needlepoint.optimized.cuda.runtime import module, require_cuda
 from needlepoint.optimized.cuda.scorer import CudaScorer
 from needlepoint.optimized.cuda.scores import KeyPages
+from needlepoint.optimized.cuda.server import CudaServer
 from needlepoint.optimized.cuda.steps import store_in_steps
 from needlepoint.optimized.cuda.store import PagedPool, store
 from needlepoint.optimized.cuda.weights import StoreWeights
@@ -42,7 +42,7 @@ from needlepoint.optimized.protocol.interface import (
 )
 from needlepoint.optimized.protocol.serving import CacheSpec, CannotServe, LayerParameters
 from needlepoint.optimized.serving.cache import new_cache
-from needlepoint.optimized.serving.cuda import CudaServer
+from needlepoint.optimized.serving.plan import Chunks, StorePlan, plan_store
 
 _MODULES = ("store_prefill_r4_d128", "store_prefill_r4_d512", "store_prefill_r128_d512", "query")
 _SEPARATE_MODULES = ("steps", "query")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.cuda.plan import StorePlan
+from needlepoint.optimized.serving.plan import StorePlan
 
 _NONE = 2**31 - 1
 _SCORE = "a score that is not finite or prescales to a magnitude of 2**22 or more"

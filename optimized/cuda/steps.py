@@ -10,7 +10,6 @@ from torch import Tensor
 
 from needlepoint.optimized.build.variants import step_name, store_name
 from needlepoint.optimized.cuda.faults import new_faults, require_no_store_faults
-from needlepoint.optimized.cuda.plan import StorePlan
 from needlepoint.optimized.cuda.runtime import kernel
 from needlepoint.optimized.cuda.store import (
     ROWS,
@@ -19,6 +18,7 @@ from needlepoint.optimized.cuda.store import (
     require_store,
 )
 from needlepoint.optimized.cuda.weights import StoreWeights
+from needlepoint.optimized.serving.plan import StorePlan
 
 
 def store_in_steps(

@@ -19,10 +19,10 @@ from needlepoint.optimized.cuda.checks import (
     require_tensor,
 )
 from needlepoint.optimized.cuda.faults import new_faults, require_no_store_faults
-from needlepoint.optimized.cuda.plan import StorePlan, ring_rows, window_slots
 from needlepoint.optimized.cuda.runtime import kernel
 from needlepoint.optimized.cuda.weights import StoreWeights
 from needlepoint.optimized.emulation.pages import LAYOUTS
+from needlepoint.optimized.serving.plan import StorePlan, ring_rows, window_slots
 
 ROWS = {
     "index-bf16": (128, "bf16"),
@@ -86,7 +86,7 @@ def store(
     weights
         From :meth:`StoreWeights.prepare`.
     plan
-        From :func:`~needlepoint.optimized.cuda.plan.plan_store`, on the device.
+        From :func:`~needlepoint.optimized.serving.plan.plan_store`, on the device.
     pool
         Pages to write; no byte is written but those of the plan's entries.
     state

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.cuda.plan import ring_rows, window_slots
 from needlepoint.optimized.emulation.pages import LAYOUTS, UNWRITTEN
 from needlepoint.optimized.protocol.interface import INDEX, MAIN, PagedRows
 from needlepoint.optimized.protocol.serving import (
@@ -26,6 +25,7 @@ from needlepoint.optimized.protocol.serving import (
     StepOutput,
     TokenRows,
 )
+from needlepoint.optimized.serving.plan import ring_rows, window_slots
 
 STATE_DTYPES = {FP32_STATE: torch.float32, BF16_STATE: torch.bfloat16}
 

@@ -1,10 +1,7 @@
 """The emulated candidates step by step: the specification through real state rings and pages.
 
-The arithmetic is that of whole prompts (:mod:`~needlepoint.optimized.emulation.pooling`,
-:mod:`~needlepoint.optimized.emulation.rows`, :mod:`~needlepoint.optimized.emulation.narrow`,
-:mod:`~needlepoint.optimized.emulation.query`, :mod:`~needlepoint.optimized.emulation.scoring`). What is new here is
-where the tokens of a window come from: those of earlier calls from the state, the others from the
-call.
+The arithmetic is that of whole prompts (``optimized/emulation``). What is new here is where the
+tokens of a window come from: those of earlier calls from the state, the others from the call.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.cuda.plan import I64, window_slots
 from needlepoint.optimized.emulation.compressor import widen
 from needlepoint.optimized.emulation.exact32 import F32
 from needlepoint.optimized.emulation.narrow import StoredRows, store_bf16, store_main_fp8
@@ -39,6 +35,7 @@ from needlepoint.optimized.protocol.serving import (
     TokenRows,
 )
 from needlepoint.optimized.serving.cache import RingServer, first_needed
+from needlepoint.optimized.serving.plan import I64, window_slots
 from needlepoint.optimized.serving.ranks import merge_picks, token_shards
 
 Score = Callable[[Tensor, Tensor, Tensor, Tensor], None]

@@ -58,8 +58,7 @@ def merge_picks(scores: Tensor, visible: Tensor, k: int, ranks: int) -> Tensor:
     Returns
     -------
     Tensor
-        int32 ``[n, k]``: what :func:`~needlepoint.optimized.emulation.select.select_topk` gives for all
-        entries at once.
+        int32 ``[n, k]``: what ``select_topk`` gives for all entries at once.
     """
     chosen = torch.zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.bool)
     for rank in range(ranks):

@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import Candidate
 from needlepoint.reference.profile import BF16_CONTRACT
 from needlepoint.verify.base.placement import on, placed
 from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge import layer_run, pipeline
-from needlepoint.verify.judge.pipeline import PipelineOutput, verify
+from needlepoint.verify.judge import layer_run
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.run import pipeline
+from needlepoint.verify.run.pipeline import verify
 
 Dispatched: TypeAlias = Any
 """What torch hands to a dispatcher: an operator, its arguments, its result."""

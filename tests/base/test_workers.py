@@ -10,7 +10,7 @@ from threading import Barrier, Event, Lock
 import pytest
 import torch
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.reference.profile import BF16_CONTRACT
 from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.base.workers import Budget, workers

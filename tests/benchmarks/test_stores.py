@@ -33,9 +33,9 @@ from needlepoint.benchmarks.stores import (
 )
 from needlepoint.benchmarks.timing import Side, Timing, measure
 from needlepoint.optimized.build.variants import MODULES
-from needlepoint.optimized.cuda.plan import StorePlan
 from needlepoint.optimized.emulation.pages import allocate
 from needlepoint.optimized.engines.sglang import load_sglang
+from needlepoint.optimized.serving.plan import StorePlan
 from needlepoint.verify.cli.app import app
 from needlepoint.verify.cli.run import run_app
 from needlepoint.verify.inputs.synthetic import VARIED

@@ -11,7 +11,7 @@ import torch
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.cli import commands
 from needlepoint.verify.cli.commands import VerifyRequest
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.result import Result
 
 Calls = list[tuple[VerifyRequest, Progress]]

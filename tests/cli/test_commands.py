@@ -16,7 +16,7 @@ from needlepoint.verify.cli.commands import DiffRequest, RecordRequest, VerifyRe
 from needlepoint.verify.cli.main import main
 from needlepoint.verify.cli.options import DEFAULT_CANDIDATES
 from needlepoint.verify.cli.run import run_app
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.result import Result
 
 Calls = list[tuple[VerifyRequest, Progress]]

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from needlepoint.optimized import candidates
 from needlepoint.optimized.build.cache import CachedModule
 from needlepoint.optimized.build.toolchain import FLAGS, BuildError
-from needlepoint.optimized.candidates import FACTORIES, create
+from needlepoint.optimized.candidates import catalogue as candidates
+from needlepoint.optimized.candidates.catalogue import FACTORIES, create
 from needlepoint.optimized.cuda.runtime import NoDevice
 from needlepoint.optimized.protocol.interface import CandidateInfo
 from needlepoint.verify.cli import doctor
 from needlepoint.verify.cli.app import app
 from needlepoint.verify.cli.doctor import CacheEntry, Diagnosis, candidate_status, diagnose
+from needlepoint.verify.cli.doctor_report import print_diagnosis
 from needlepoint.verify.cli.run import run_app
-from needlepoint.verify.report.doctor_report import print_diagnosis
 
 OWN = tuple(name for name in FACTORIES if name.startswith(("emulated:", "cuda:")))
 LISTED = vars(doctor)["names"]

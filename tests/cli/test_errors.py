@@ -12,7 +12,7 @@ from needlepoint.verify.cli import commands
 from needlepoint.verify.cli.app import app
 from needlepoint.verify.cli.commands import VerifyRequest
 from needlepoint.verify.cli.run import run_app
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.result import Result
 
 Calls = list[tuple[VerifyRequest, Progress]]

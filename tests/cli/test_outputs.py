@@ -15,7 +15,7 @@ from needlepoint.verify.cli import commands
 from needlepoint.verify.cli.app import app
 from needlepoint.verify.cli.commands import VerifyRequest
 from needlepoint.verify.cli.run import run_app
-from needlepoint.verify.report.output import load_result
+from needlepoint.verify.recording.results import load_result
 from needlepoint.verify.schema.result import CandidateResult, Result
 
 Calls = list[tuple[VerifyRequest, Progress]]

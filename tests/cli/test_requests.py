@@ -39,7 +39,7 @@ def spies(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Call]]:
     places = {
         "create": "needlepoint.verify.cli.commands.create",
         "inputs": "needlepoint.verify.cli.commands.load_inputs",
-        "verify": "needlepoint.verify.judge.pipeline.verify",
+        "verify": "needlepoint.verify.run.pipeline.verify",
         "record": "needlepoint.verify.judge.record.record",
         "diff": "needlepoint.verify.diff.command.diff",
     }

@@ -8,7 +8,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from needlepoint.verify.report.output import load_result
+from needlepoint.verify.recording.results import load_result
 from needlepoint.verify.schema.result import FirstDivergence, Result, StageResult
 
 Cli = Callable[..., CompletedProcess[str]]

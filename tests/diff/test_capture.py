@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from needlepoint.verify.diff.capture import Capture, CaptureError, Tap, first_input
 from needlepoint.verify.diff.files import DumpError, DumpFiles
 from needlepoint.verify.diff.mapping import MAPPING_FILE, load_mapping
-from needlepoint.verify.report.output import load_result
+from needlepoint.verify.recording.results import load_result
 
 Cli = Callable[..., CompletedProcess[str]]
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "capture_transformers.py"

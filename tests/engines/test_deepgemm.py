@@ -17,7 +17,7 @@ from needlepoint.verify.engines import deepgemm as engine_deepgemm
 from needlepoint.verify.engines.deepgemm import DeepGemm, DeepGemmCandidate
 from needlepoint.verify.inputs.layer_inputs import given_layer
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.layout.stored_rows import read_stored
 
 Judge = Callable[..., PipelineOutput]

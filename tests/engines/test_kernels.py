@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates import ENTRY_POINT_GROUP
+from needlepoint.optimized.candidates.catalogue import ENTRY_POINT_GROUP
 from needlepoint.optimized.protocol.interface import INDEX, MAIN, Candidate, LayerInputs, Observed
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import BF16_CONTRACT
@@ -26,7 +26,7 @@ from needlepoint.verify.engines.sglang import Kernels, SglangCandidate
 from needlepoint.verify.engines.sglang_topk import select
 from needlepoint.verify.inputs.layer_inputs import given_layer
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.result import CandidateResult
 
 ROOT = Path(__file__).parents[2]
@@ -336,7 +336,7 @@ def test_they_are_known_by_entry_point() -> None:
     ],
 )
 def test_the_kernels_themselves(judge: Judge, name: str) -> None:
-    from needlepoint.optimized.candidates import create
+    from needlepoint.optimized.candidates.catalogue import create
     from needlepoint.verify.inputs.load import load_inputs
 
     inputs = load_inputs("synthetic", model="v4-flash", tokens=4400, layers=(2, 3))

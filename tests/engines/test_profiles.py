@@ -12,8 +12,8 @@ from needlepoint.reference.formats import FP4_OFFICIAL, FP8_PLAIN, FP8_POW2, MAI
 from needlepoint.reference.profile import Precision
 from needlepoint.reference.profile_engines import ENGINES
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
 from needlepoint.verify.judge.profiles import profile_of
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.result import CandidateResult
 
 Engine = Callable[..., Candidate]

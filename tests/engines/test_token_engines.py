@@ -19,7 +19,7 @@ from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import EXACT
 from needlepoint.reference.rope import in_pairs
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.result import CandidateResult
 
 Engine = Callable[..., Candidate]

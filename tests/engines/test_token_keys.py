@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     CandidateInfo,
@@ -25,7 +25,7 @@ from needlepoint.reference.formats.names import RopeLayout
 from needlepoint.reference.profile import EXACT
 from needlepoint.reference.token_keys import token_keys
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.result import CandidateResult
 
 Judge = Callable[..., PipelineOutput]

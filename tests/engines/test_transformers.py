@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.engines import transformers as engine_transformers
 from needlepoint.reference.config import MODELS
 from needlepoint.reference.hadamard import hadamard
@@ -21,7 +21,7 @@ from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import EXACT
 from needlepoint.reference.rope import rope_frequencies
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.result import CandidateResult
 
 Cli = Callable[..., CompletedProcess[str]]

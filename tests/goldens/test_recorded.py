@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.reference.profile import BF16_CONTRACT
 from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.cli.app import app
@@ -22,10 +22,10 @@ from needlepoint.verify.goldens.check import check
 from needlepoint.verify.goldens.manifest import GoldenError, load_golden, load_manifest
 from needlepoint.verify.goldens.recorded import propose_recorded
 from needlepoint.verify.inputs.load import load_inputs
-from needlepoint.verify.judge.pipeline import verify
 from needlepoint.verify.judge.record import record
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.report.output import result_json
+from needlepoint.verify.recording.results import result_json
+from needlepoint.verify.run.pipeline import verify
 from needlepoint.verify.schema.result import Result
 
 EMULATED, CARD = "emulated:fused-fp8", "cuda:fused-fp8"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from torch import Tensor
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     MAIN,
@@ -20,7 +20,7 @@ from needlepoint.optimized.protocol.interface import (
     StageKey,
 )
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.report.junit import junit_xml
 from needlepoint.verify.report.summary import headline
 from needlepoint.verify.schema.result import Result, StageResult

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     MAIN,
@@ -26,7 +26,7 @@ from needlepoint.optimized.protocol.interface import (
     StageKey,
 )
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 
 Cli = Callable[..., CompletedProcess[str]]
 Change = Callable[[LayerInputs, Observed], Any]
@@ -316,7 +316,7 @@ def test_a_module_outside_of_the_package_can_be_judged(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_options: Options
 ) -> None:
     (tmp_path / "outside.py").write_text(
-        "from needlepoint.optimized.candidates import create\n"
+        "from needlepoint.optimized.candidates.catalogue import create\n"
         "def fused(): return create('emulated:fused-fp4')\n"
         "def broken(): raise ImportError('no kernel for this machine')\n"
         "def leaves(): raise SystemExit(0)\n"

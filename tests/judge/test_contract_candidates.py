@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
     MAIN,
     Candidate,
@@ -22,9 +22,9 @@ from needlepoint.optimized.protocol.interface import (
 from needlepoint.reference.profile import CONTRACTS
 from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
 from needlepoint.verify.judge.record import record
-from needlepoint.verify.report.output import load_result
+from needlepoint.verify.judge.results.output import PipelineOutput
+from needlepoint.verify.recording.results import load_result
 
 Cli = Callable[..., CompletedProcess[str]]
 Judge = Callable[..., PipelineOutput]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.emulation.compressor import EntryBlock
 from needlepoint.optimized.emulation.keyside import KeySide
 from needlepoint.optimized.protocol.interface import (
@@ -28,7 +28,7 @@ from needlepoint.optimized.protocol.interface import (
 from needlepoint.reference.weights import LayerWeights
 from needlepoint.verify.inputs.load import Inputs
 from needlepoint.verify.judge.candidate_run import CandidateFailed
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.numerics.directions import limit_fault, passing_limit
 from needlepoint.verify.numerics.limits import Limits
 

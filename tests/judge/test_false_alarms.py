@@ -14,8 +14,8 @@ from needlepoint.benchmarks.random_cases import (
     random_case,
 )
 from needlepoint.benchmarks.random_cases_judge import judge_case
-from needlepoint.optimized.candidates import create
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate
+from needlepoint.optimized.candidates.catalogue import create
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate
 from needlepoint.optimized.protocol.interface import LayerInputs, Observed
 from needlepoint.verify.numerics.limits import Limits
 

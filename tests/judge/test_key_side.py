@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import INDEX, MAIN, LayerInputs, Observed
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import (
@@ -23,7 +23,6 @@ from needlepoint.verify.inputs.load import Inputs
 from needlepoint.verify.judge.sides import key_side
 from needlepoint.verify.judge.sides.key_side import (
     KeyReference,
-    StageErrors,
     compare_key_stages,
     key_reference,
     reference_rows,
@@ -31,6 +30,7 @@ from needlepoint.verify.judge.sides.key_side import (
 )
 from needlepoint.verify.layout.stored_rows import StoredRows, read_stored
 from needlepoint.verify.numerics.error_bound_chain import precision_of
+from needlepoint.verify.numerics.row_errors import StageErrors
 
 Load = Callable[..., Inputs]
 

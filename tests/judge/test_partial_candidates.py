@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import pytest
 import torch
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     MAIN,
@@ -26,8 +26,8 @@ from needlepoint.optimized.protocol.interface import (
 )
 from needlepoint.verify.cli.options import parse_stages
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
-from needlepoint.verify.report.output import load_result
+from needlepoint.verify.judge.results.output import PipelineOutput
+from needlepoint.verify.recording.results import load_result
 from needlepoint.verify.schema.result import Result, StageResult
 
 Cli = Callable[..., CompletedProcess[str]]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     MAIN,
@@ -24,8 +24,8 @@ from needlepoint.optimized.protocol.interface import (
 )
 from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
-from needlepoint.verify.report.output import load_result, shipped_schema
+from needlepoint.verify.judge.results.output import PipelineOutput
+from needlepoint.verify.recording.results import load_result, shipped_schema
 from needlepoint.verify.schema.result import LayerResult, Result, StageResult
 
 Cli = Callable[..., CompletedProcess[str]]

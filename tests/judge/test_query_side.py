@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.reference.profile import needlepoint_profile
 from needlepoint.reference.topk import select_topk
 from needlepoint.verify.base.stage_blocks import Block
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge import pipeline
 from needlepoint.verify.judge.layer_run import LayerRun
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.judge.sides.query_reference import unrounded_fp32
 from needlepoint.verify.judge.sides.query_side import compare_scores, pick_rows, usable_scores
 from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.numerics.selection import PickErrors, judge_picks
+from needlepoint.verify.run import pipeline
 
 INF, NAN = torch.inf, torch.nan
 

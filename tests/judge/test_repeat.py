@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 
 import torch
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     Candidate,
@@ -19,8 +19,8 @@ from needlepoint.optimized.protocol.interface import (
     StageKey,
 )
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
-from needlepoint.verify.report.output import load_result
+from needlepoint.verify.judge.results.output import PipelineOutput
+from needlepoint.verify.recording.results import load_result
 from needlepoint.verify.schema.repeat import RepeatResult
 
 Change = Callable[[LayerInputs, Observed], Observed]

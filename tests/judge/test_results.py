@@ -9,13 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import CandidateInfo
 from needlepoint.verify.base.rows import Rows
 from needlepoint.verify.inputs.load import Inputs
 from needlepoint.verify.judge.memory_law import transient_law
-from needlepoint.verify.judge.pipeline import PipelineOutput
-from needlepoint.verify.judge.results.candidates import CandidateOutcome, candidate_result
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.judge.results.stages import (
     WORST_ROWS,
     accumulated_only,
@@ -29,9 +28,9 @@ from needlepoint.verify.judge.results.verdicts import (
     count_stages,
     first_divergence,
 )
-from needlepoint.verify.judge.sides.key_side import StageErrors
 from needlepoint.verify.numerics.limits import Limit
-from needlepoint.verify.numerics.row_errors import RowErrors
+from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
+from needlepoint.verify.run.candidates import CandidateOutcome, candidate_result
 from needlepoint.verify.schema.result import ErrorStats, LayerResult, Result, StageResult
 
 LIMIT = Limit(2.0, "of something", "made up")

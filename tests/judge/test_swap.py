@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.emulation.compressor import EntryBlock
 from needlepoint.optimized.emulation.keyside import KeySide
 from needlepoint.optimized.protocol.interface import (
@@ -22,7 +22,7 @@ from needlepoint.optimized.protocol.interface import (
     StageKey,
 )
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.swap import SwapResult, SwapStage
 
 Judge = Callable[..., PipelineOutput]

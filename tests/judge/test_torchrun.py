@@ -14,11 +14,11 @@ from subprocess import CompletedProcess
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.distributed import _PIECE_BYTES, _Group, deal
-from needlepoint.verify.judge.pipeline import PipelineOutput
-from needlepoint.verify.report.output import load_result, load_rows
+from needlepoint.verify.judge.results.output import PipelineOutput
+from needlepoint.verify.recording.results import load_result, load_rows
+from needlepoint.verify.run.distributed import _PIECE_BYTES, _Group, deal
 from needlepoint.verify.schema.result import Result
 
 Judge = Callable[..., PipelineOutput]
@@ -28,7 +28,7 @@ Torchrun = Callable[..., CompletedProcess[str]]
 FAULTY = '''
 import os, signal, time
 from dataclasses import replace
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 
 
 class Faulty:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.emulation.readback import read_index_keys, read_queries
 from needlepoint.optimized.protocol.interface import INDEX, MAIN, LayerInputs, Observed, QueryRows
 from needlepoint.reference.formats import BF16, FP4_OFFICIAL, FP8_PLAIN, MAIN_FP8, Format

@@ -14,14 +14,13 @@ from torch import Tensor
 from needlepoint.reference.formats import FP4_OFFICIAL, FP8_POW2, Encoded, Format, encode
 from needlepoint.reference.profile import Precision
 from needlepoint.reference.rounding import round_to
-from needlepoint.verify.judge.sides.key_side import StageErrors
 from needlepoint.verify.numerics.bias import ROWS_NEEDED, bias_tests
 from needlepoint.verify.numerics.compare import compare_dense
 from needlepoint.verify.numerics.compare_codes import compare_encoded
 from needlepoint.verify.numerics.directions import Z_LIMIT, bias_note
 from needlepoint.verify.numerics.error_bound import Enclosure
 from needlepoint.verify.numerics.error_model import LEAN, U
-from needlepoint.verify.numerics.row_errors import RowErrors
+from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
 from needlepoint.verify.numerics.tally import Tally
 from needlepoint.verify.schema.stage import BiasTest
 

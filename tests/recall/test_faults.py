@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.emulation import query
 from needlepoint.optimized.emulation import query_rows as emulated_rows
 from needlepoint.optimized.emulation.readback import DecodedKeys, read_index_keys

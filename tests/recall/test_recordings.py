@@ -20,7 +20,7 @@ from needlepoint.verify.cli.run import run_app
 from needlepoint.verify.recall.grid import parse_depths, parse_lengths
 from needlepoint.verify.recall.pool import load_pool
 from needlepoint.verify.recording.recording import RecordingError, open_recording
-from needlepoint.verify.report.output import load_result, shipped_schema
+from needlepoint.verify.recording.results import load_result, shipped_schema
 from needlepoint.verify.report.recall_svg import curve, heat_map
 from needlepoint.verify.report.terminal import print_report
 from needlepoint.verify.schema.recall import RecallCell, RecallMargin, RecallMiss

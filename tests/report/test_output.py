@@ -9,7 +9,12 @@ import torch
 from safetensors.torch import load
 
 from needlepoint.verify.base.atomic import write_files
-from needlepoint.verify.report.output import MAX_RESULT_BYTES, load_result, result_files, rows_path
+from needlepoint.verify.recording.results import (
+    MAX_RESULT_BYTES,
+    load_result,
+    result_files,
+    rows_path,
+)
 from needlepoint.verify.schema.result import Result
 
 

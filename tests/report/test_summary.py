@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from needlepoint.verify.base.numbers import number
 from needlepoint.verify.judge.results.gates import apply_gates, parse_gate
-from needlepoint.verify.report.summary import details, headline, layers_with, number, some
+from needlepoint.verify.report.summary import details, headline, layers_with, some
 from needlepoint.verify.schema.result import Result, with_notes
 
 

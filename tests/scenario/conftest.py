@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.serving import StatefulCandidate
 from needlepoint.verify.scenario.events import Event, Request, Scenario
 from needlepoint.verify.scenario.reference import ReferenceCandidate

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.verify.scenario.bank import bank
 from needlepoint.verify.scenario.rules import check
 from needlepoint.verify.scenario.trial import try_candidate

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from needlepoint.optimized.candidates import create
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
+from needlepoint.optimized.candidates.catalogue import create
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.verify.scenario.actions import ScenarioError
 from needlepoint.verify.scenario.events import (
     Accept,

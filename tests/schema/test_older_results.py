@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from needlepoint.verify.judge.results.gates import apply_gates, parse_gate
+from needlepoint.verify.recording.results import load_result, shipped_schema
 from needlepoint.verify.report.html import html_report
 from needlepoint.verify.report.junit import junit_xml
 from needlepoint.verify.report.markdown import markdown_summary
-from needlepoint.verify.report.output import load_result, shipped_schema
 from needlepoint.verify.report.terminal import print_report
 
 OLDER = sorted((Path(__file__).parent / "data").glob("result-of-*.json"))

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from needlepoint.verify.report.output import MODELS, schema_text, shipped_schema
+from needlepoint.verify.recording.results import MODELS, schema_text, shipped_schema
 from needlepoint.verify.schema.result import (
     CANNOT_JUDGE,
     DIFFER,
@@ -121,7 +121,7 @@ def test_published_names_stand_where_published(place: str, complete: Result) -> 
 @pytest.mark.parametrize("name", MODELS)
 def test_shipped_schemas_are_those_of_the_models(name: str) -> None:
     assert shipped_schema(name) == schema_text(name), (
-        "run: python -c 'from needlepoint.verify.report.output import MODELS, schema_text; "
+        "run: python -c 'from needlepoint.verify.recording.results import MODELS, schema_text; "
         f'print(schema_text("{name}"), end="")\' > verify/schema/{name}.schema.json'
     )
     assert json.loads(shipped_schema(name))["$id"] == f"needlepoint.{name}/1"

@@ -9,7 +9,7 @@ import pytest
 
 from needlepoint.optimized.protocol.interface import CandidateInfo, LayerInputs, Observed, StageKey
 from needlepoint.verify.judge.candidate_run import CandidateFailed
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.schema.result import CandidateResult
 from needlepoint.verify.selftest.faults.catalogue import CATALOGUE, CONTROLS, FAULTS

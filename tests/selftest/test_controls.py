@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.emulation import compressor, scoring
 from needlepoint.optimized.protocol.interface import (
     MAIN,
@@ -16,7 +16,7 @@ from needlepoint.optimized.protocol.interface import (
 )
 from needlepoint.reference.profile import needlepoint_profile
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 
 
 def test_blocks_of_other_sizes_change_no_verdict(

@@ -16,7 +16,7 @@ from needlepoint.verify.cli.app import app
 from needlepoint.verify.cli.run import run_app
 from needlepoint.verify.inputs.load import load_inputs
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.report.output import shipped_schema
+from needlepoint.verify.recording.results import shipped_schema
 from needlepoint.verify.report.selftest_report import print_selftest, verdict_line
 from needlepoint.verify.schema.selftest_result import SelftestResult
 from needlepoint.verify.selftest.command import selftest

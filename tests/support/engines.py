@@ -13,7 +13,7 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.emulation import narrow, pages
 from needlepoint.optimized.protocol.interface import (
     INDEX,

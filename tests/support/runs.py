@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from needlepoint.optimized.candidates import FACTORIES, create
+from needlepoint.optimized.candidates.catalogue import FACTORIES, create
 from needlepoint.optimized.protocol.interface import (
     MAIN,
     Candidate,
@@ -30,9 +30,10 @@ from needlepoint.verify.cli.app import app
 from needlepoint.verify.cli.run import run_app
 from needlepoint.verify.inputs.layer_inputs import GivenLayer
 from needlepoint.verify.inputs.load import Inputs, load_inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput, verify
 from needlepoint.verify.judge.record import reference_observed
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.run.pipeline import verify
 
 SMALL = {
     "hidden_size": 64,

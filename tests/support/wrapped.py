@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
     Candidate,
     CandidateInfo,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     MAIN,
@@ -25,9 +25,9 @@ from needlepoint.optimized.protocol.interface import (
     StageKey,
 )
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.report.output import load_result
+from needlepoint.verify.recording.results import load_result
 from needlepoint.verify.schema.result import Result, StageResult
 from needlepoint.verify.triage.rejudge import rejudge
 

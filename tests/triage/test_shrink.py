@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     MAIN,
@@ -20,9 +20,9 @@ from needlepoint.optimized.protocol.interface import (
     Observed,
     StageKey,
 )
-from needlepoint.verify.judge.failures_saved import SavedFailures
 from needlepoint.verify.recording.recording import RecordingError, RecordingWriter, open_recording
-from needlepoint.verify.report.output import load_result
+from needlepoint.verify.recording.results import load_result
+from needlepoint.verify.run.failures_saved import SavedFailures
 from needlepoint.verify.triage import shrink
 
 Cli = Callable[..., CompletedProcess[str]]

@@ -10,17 +10,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import StageKey
 from needlepoint.reference.profile import CONTRACTS
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.diff import command as diff
 from needlepoint.verify.inputs.load import Inputs, load_inputs
-from needlepoint.verify.judge import pipeline, record
-from needlepoint.verify.judge.failures_saved import SavedFailures
-from needlepoint.verify.judge.pipeline import PipelineOutput
+from needlepoint.verify.judge import record
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.recording.recording import check_recording_target
+from needlepoint.verify.run import pipeline
+from needlepoint.verify.run.failures_saved import SavedFailures
 from needlepoint.verify.schema.environment import world_size
 from needlepoint.verify.schema.result import Contract, with_notes
 from needlepoint.verify.triage.failures import Failures

@@ -24,7 +24,7 @@ from needlepoint.optimized.build.cache import (
 )
 from needlepoint.optimized.build.compile import cache_folder
 from needlepoint.optimized.build.toolchain import BuildError, toolchain
-from needlepoint.optimized.candidates import create, names
+from needlepoint.optimized.candidates.catalogue import create, names
 from needlepoint.optimized.cuda.runtime import NoDevice, require_cuda
 from needlepoint.verify.cli.defaults import load_defaults
 from needlepoint.verify.schema.base import Count, Number, Record

@@ -13,9 +13,9 @@ from needlepoint.reference.profile import CONTRACTS
 from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.cli.options import parse_contract, parse_layers, parse_stages
 from needlepoint.verify.inputs.load import load_inputs
-from needlepoint.verify.judge.pipeline import verify
 from needlepoint.verify.judge.results.gates import apply_gates, parse_gate
 from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.run.pipeline import verify
 from needlepoint.verify.schema.result import Result
 
 _SEVERAL: Final = {"layers": int, "stages": str, "gates": str}

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from needlepoint.optimized.candidates import create, require_candidate
+from needlepoint.optimized.candidates.catalogue import create, require_candidate
 from needlepoint.optimized.cuda.runtime import NoDevice, require_cuda
 from needlepoint.optimized.protocol.interface import (
     Candidate,

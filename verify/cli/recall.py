@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.verify.base.atomic import check_writable, write_files
 from needlepoint.verify.cli.options import (
     check_device,

@@ -21,7 +21,7 @@ from needlepoint.verify.cli.shared_options import (
     new_app,
 )
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.report.output import load_result, load_rows
+from needlepoint.verify.recording.results import load_result, load_rows
 from needlepoint.verify.triage.rejudge import rejudge as judge_again
 
 app = new_app()

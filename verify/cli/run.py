@@ -20,9 +20,9 @@ from needlepoint.verify.base.atomic import check_writable, write_files
 from needlepoint.verify.base.progress import NoProgress, Progress, TerminalProgress
 from needlepoint.verify.cli.defaults import Defaults, load_defaults
 from needlepoint.verify.judge.results.gates import Gate, apply_gates, parse_gate
+from needlepoint.verify.recording.results import result_files, rows_path
 from needlepoint.verify.report.junit import junit_xml
 from needlepoint.verify.report.markdown import markdown_summary
-from needlepoint.verify.report.output import result_files, rows_path
 from needlepoint.verify.report.terminal import print_report
 from needlepoint.verify.schema.result import Result, Verdict
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import Candidate
 from needlepoint.optimized.protocol.serving import StatefulCandidate
 from needlepoint.verify.base.atomic import write_files
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.cli.options import parse_number
-from needlepoint.verify.judge.failures_saved import check_failures_folder
-from needlepoint.verify.judge.pipeline import PipelineOutput
 from needlepoint.verify.judge.profiles import profile_of
+from needlepoint.verify.judge.results.output import PipelineOutput
+from needlepoint.verify.run.failures_saved import check_failures_folder
 from needlepoint.verify.scenario.file import load_scenario
 from needlepoint.verify.scenario.result import ScenarioRun, scenario_output
 from needlepoint.verify.scenario.sweep import Tally, sweep

@@ -10,6 +10,7 @@ import typer
 
 from needlepoint.verify.base.atomic import check_writable, write_files
 from needlepoint.verify.cli.doctor import diagnose
+from needlepoint.verify.cli.doctor_report import print_diagnosis
 from needlepoint.verify.cli.options import parse_contract, parse_layers, parse_number, parse_stages
 from needlepoint.verify.cli.run import plain_console, reader_may_leave
 from needlepoint.verify.goldens import accept as goldens_accept
@@ -17,7 +18,6 @@ from needlepoint.verify.goldens import check as goldens_check
 from needlepoint.verify.goldens import manifest as goldens
 from needlepoint.verify.goldens import propose as goldens_propose
 from needlepoint.verify.goldens import recorded as goldens_recorded
-from needlepoint.verify.report.doctor_report import print_diagnosis
 
 fixtures_app = typer.Typer(
     help="Golden fixtures of a checkout: what is pinned, and how it may change.",

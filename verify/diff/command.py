@@ -23,12 +23,13 @@ from needlepoint.verify.inputs.checks import tensor_digest
 from needlepoint.verify.inputs.load import SYNTHETIC
 from needlepoint.verify.inputs.synthetic import declares_constant
 from needlepoint.verify.judge.degenerate import require_moving
-from needlepoint.verify.judge.pipeline import PipelineOutput, pipeline_output
 from needlepoint.verify.judge.profiles import NEEDLEPOINT, profile_of
-from needlepoint.verify.judge.results.candidates import CandidateOutcome
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.recording.manifest import LayerRecord
 from needlepoint.verify.recording.recording import Recording, RecordingError, open_recording
+from needlepoint.verify.run.candidates import CandidateOutcome
+from needlepoint.verify.run.pipeline import pipeline_output
 from needlepoint.verify.schema.environment import collect_environment
 from needlepoint.verify.schema.result import InputInfo
 

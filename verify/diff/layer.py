@@ -32,14 +32,13 @@ from needlepoint.verify.judge.layer_outcome import LayerOutcome
 from needlepoint.verify.judge.results.layers import layer_result
 from needlepoint.verify.judge.results.stages import zero_errors
 from needlepoint.verify.judge.sides.attention_side import attention_errors
-from needlepoint.verify.judge.sides.key_side import StageErrors
 from needlepoint.verify.judge.sides.outputs import Judgement, judge_observed
 from needlepoint.verify.layout.stored_rows import (
     read_stored,
     replayable,
 )
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.numerics.row_errors import RowErrors
+from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
 from needlepoint.verify.schema.result import DIFFER, LayerResult, StageResult, WorstRow
 
 

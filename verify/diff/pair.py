@@ -19,11 +19,10 @@ from needlepoint.optimized.protocol.interface import (
 from needlepoint.reference.profile import Precision
 from needlepoint.verify.base.stages import INPUT, PROJECTED
 from needlepoint.verify.diff.byte_compare import equal_rows
-from needlepoint.verify.judge.sides.key_side import StageErrors
 from needlepoint.verify.numerics.compare import compare_dense
 from needlepoint.verify.numerics.error_bound import Enclosure
 from needlepoint.verify.numerics.error_model import PROJECTION, U
-from needlepoint.verify.numerics.row_errors import RowErrors
+from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
 from needlepoint.verify.recording.layer import layer_record
 from needlepoint.verify.recording.recording import RecordingError
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     CandidateInfo,

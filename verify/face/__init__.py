@@ -1,1 +1,1 @@
-"""Needlepoint: does an optimized DeepSeek-V4 attention path still select what the reference does."""
+"""Needlepoint: does an optimized DeepSeek-V4 attention path select what its reference selects."""

@@ -1,7 +1,7 @@
 """Small score and pick recordings of a card, with where they come from.
 
-``python -m needlepoint.verify.goldens.card_scores FILE`` writes stored queries and keys, and what this
-card's kernels make of them. :func:`replay` holds a recording against the CPU emulation, on any
+``python -m needlepoint.verify.goldens.card_scores FILE`` writes stored queries and keys, and what
+this card's kernels make of them. :func:`replay` holds a recording against the CPU emulation, on any
 machine.
 """
 

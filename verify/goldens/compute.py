@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import needlepoint.reference as reference_package
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.reference.profile import CONTRACTS
 from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.goldens.manifest import Definition, GoldenError, LayerForm, sources_digest

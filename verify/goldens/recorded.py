@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from needlepoint.optimized.candidates import names
+from needlepoint.optimized.candidates.catalogue import names
 from needlepoint.verify.goldens.compute import (
     compute,
     differing,
@@ -26,7 +26,7 @@ from needlepoint.verify.goldens.propose import (
 )
 from needlepoint.verify.inputs.load import MINI, SYNTHETIC
 from needlepoint.verify.recording.recording import Recording, open_recording
-from needlepoint.verify.report.output import load_result
+from needlepoint.verify.recording.results import load_result
 from needlepoint.verify.schema.result import MATCH, CandidateResult, Result
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from needlepoint.optimized.protocol.interface import StageKey
 from needlepoint.verify.base.stages import TOPK, feeds
-from needlepoint.verify.judge.sides.key_side import StageErrors
+from needlepoint.verify.numerics.row_errors import StageErrors
 from needlepoint.verify.numerics.spread import finite
 from needlepoint.verify.numerics.tally import Tally
 from needlepoint.verify.schema.stage import StageBlame, StageResult

@@ -17,7 +17,7 @@ from needlepoint.optimized.protocol.interface import INDEX, LayerInputs, Observe
 from needlepoint.verify.base.stages import INPUT, PROJECTED, SCORES, TOPK, is_key_side
 from needlepoint.verify.inputs.layer_inputs import given_tensors
 from needlepoint.verify.inputs.synthetic import CONSTANT
-from needlepoint.verify.judge.sides.key_side import StageErrors
+from needlepoint.verify.numerics.row_errors import StageErrors
 from needlepoint.verify.numerics.tally import Tally
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from needlepoint.optimized.protocol.interface import StageKey
 from needlepoint.verify.judge.cost import CostTally
-from needlepoint.verify.judge.sides.key_side import StageErrors
-from needlepoint.verify.numerics.row_errors import RowErrors
+from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
 from needlepoint.verify.numerics.selection import PickErrors
 from needlepoint.verify.schema.swap import SwapResult
 

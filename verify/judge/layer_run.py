@@ -36,7 +36,6 @@ from needlepoint.verify.judge.cost import CostTally, key_error
 from needlepoint.verify.judge.layer_outcome import LayerOutcome
 from needlepoint.verify.judge.profiles import profile_of
 from needlepoint.verify.judge.sides.attention_side import AttentionReads, attention_errors
-from needlepoint.verify.judge.sides.key_side import StageErrors
 from needlepoint.verify.judge.sides.outputs import (
     has_query_side,
     joined_blocks,
@@ -50,7 +49,7 @@ from needlepoint.verify.judge.sides.query_side import BlockJudgement, QueryJudge
 from needlepoint.verify.judge.swap import SwapTally
 from needlepoint.verify.layout.stored_rows import StoredRows, replayable
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.numerics.row_errors import RowErrors
+from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
 
 _HEAP_BLOCKS = 8  # of queries; giving memory back costs a little
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from needlepoint.verify.judge.sides.key_side import StageErrors
 from needlepoint.verify.numerics.directions import Z_LIMIT
+from needlepoint.verify.numerics.row_errors import StageErrors
 from needlepoint.verify.numerics.tally import FLIPS, Tally
 from needlepoint.verify.schema.stage import BiasTest
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.protocol.stage_keys import StageKey
 from needlepoint.reference.parallel import sized
+from needlepoint.verify.numerics.error_model import LEAN, U
 from needlepoint.verify.numerics.tally import join_tallies, no_tally
 
 _BLOCK_ELEMENTS = 1 << 18
@@ -154,3 +156,16 @@ def row_blocks(rows: int, width: int) -> Iterator[slice]:
     step = max(1, sized(_BLOCK_ELEMENTS, _CARD_ELEMENTS) // max(1, width))
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))
+
+
+@dataclass(frozen=True)
+class StageErrors:
+    """Row errors of one stage, both ways."""
+
+    key: StageKey
+    local: RowErrors
+    accumulated: RowErrors
+    distance_unit: str | None = None
+    """What ``distance`` counts; None for the stage's usual unit."""
+    lean: float = LEAN.value * U
+    """What fp32 may push all rows one way, relative; infinite where no direction is tested."""

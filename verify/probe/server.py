@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
+from needlepoint.verify.base.numbers import number
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.probe.client import Arm, Manners, shown_url
 from needlepoint.verify.probe.questions import KINDS, Kind, Question, make_question
@@ -18,7 +19,6 @@ from needlepoint.verify.probe.tally import probe_result
 from needlepoint.verify.recall.grid import Length
 from needlepoint.verify.recall.pool import load_pool
 from needlepoint.verify.recording.manifest import parse_json
-from needlepoint.verify.report.summary import number
 from needlepoint.verify.schema.probe import ProbeResult
 
 HAYSTACKS: Final = 3

@@ -11,8 +11,8 @@ from needlepoint.reference.profile import CONTRACTS
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.inputs.load import Inputs
 from needlepoint.verify.judge.memory_law import transient_law
-from needlepoint.verify.judge.pipeline import PipelineOutput
 from needlepoint.verify.judge.profiles import profile_of
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.recall.cost import MEMORY_BYTES, recall_cost
 from needlepoint.verify.recall.grid import (

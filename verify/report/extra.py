@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from needlepoint.verify.report.summary import number
+from needlepoint.verify.base.numbers import number
 from needlepoint.verify.report.tables import plain_table
 from needlepoint.verify.schema.result import CandidateResult, Result
 from needlepoint.verify.schema.shrink import ShrinkResult

@@ -9,10 +9,11 @@ from importlib.resources import files
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from numpy.typing import ArrayLike
 
+from needlepoint.verify.base.numbers import number
 from needlepoint.verify.report.html_recall import recall_view
 from needlepoint.verify.report.html_strips import HEIGHT, LIMIT_Y
 from needlepoint.verify.report.html_view import CandidateView, candidate_views
-from needlepoint.verify.report.summary import details, exact_number, headline, number
+from needlepoint.verify.report.summary import details, exact_number, headline
 from needlepoint.verify.schema.result import ContractCost, Result
 
 TEMPLATE = "report.html.j2"

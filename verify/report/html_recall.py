@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from needlepoint.verify.base.numbers import number
 from needlepoint.verify.report.recall_svg import recall_pictures
-from needlepoint.verify.report.summary import number
 from needlepoint.verify.schema.base import Interval
 from needlepoint.verify.schema.recall import RecallCell, RecallResult
 

@@ -9,9 +9,10 @@ from typing import Final
 
 from numpy.typing import ArrayLike
 
+from needlepoint.verify.base.numbers import number
 from needlepoint.verify.base.stages import is_key_side, stage_order
 from needlepoint.verify.report.html_strips import Strip, Strips
-from needlepoint.verify.report.summary import exact_number, number, token
+from needlepoint.verify.report.summary import exact_number, token
 from needlepoint.verify.schema.result import (
     DIFFER,
     CandidateResult,

@@ -8,7 +8,8 @@ from typing import Any
 
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
 
-from needlepoint.verify.report.summary import details, exact_number, headline, short, token
+from needlepoint.verify.base.numbers import short
+from needlepoint.verify.report.summary import details, exact_number, headline, token
 from needlepoint.verify.schema.result import (
     CANNOT_JUDGE,
     DIFFER,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from needlepoint.verify.report.summary import details, exact_number, headline, number, token
+from needlepoint.verify.base.numbers import number
+from needlepoint.verify.report.summary import details, exact_number, headline, token
 from needlepoint.verify.schema.result import CandidateResult, Result
 
 MOST_STAGES = 20

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.table import Table
 
+from needlepoint.verify.base.numbers import number, short
 from needlepoint.verify.report.extra import titled
-from needlepoint.verify.report.summary import number, short
 from needlepoint.verify.report.tables import plain_table
 from needlepoint.verify.schema.base import Interval
 from needlepoint.verify.schema.recall import ATTENUATED, RecallCell, RecallMiss, RecallResult

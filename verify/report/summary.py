@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from needlepoint.verify.base.numbers import short
 from needlepoint.verify.schema.result import (
     CANNOT_JUDGE,
     CandidateResult,
@@ -14,20 +15,6 @@ from needlepoint.verify.schema.result import (
 
 SHOWN = 3
 """How many items of a list a single line names before it only counts them."""
-
-
-def number(value: float | None) -> str:
-    """Return a number in at most eight characters, ``-`` for null."""
-    if value is None:
-        return "-"
-    if value == 0:
-        return "0"
-    return f"{value:.3f}" if 1e-2 <= abs(value) < 1e3 else f"{value:.1e}"
-
-
-def short(value: float | None) -> str:
-    """Return a number for running text, without zeros that say nothing."""
-    return "-" if value is None else f"{value:.4g}"
 
 
 def exact_number(value: float | None) -> str:

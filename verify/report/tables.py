@@ -10,7 +10,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from needlepoint.verify.report.summary import exact_number, number
+from needlepoint.verify.base.numbers import number
+from needlepoint.verify.report.summary import exact_number
 from needlepoint.verify.schema.result import (
     ContractCost,
     ErrorStats,

@@ -14,9 +14,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from needlepoint.verify.base.numbers import number
 from needlepoint.verify.report.extra import extra_parts
 from needlepoint.verify.report.recall_report import recall_parts
-from needlepoint.verify.report.summary import details, headline, layers_with, number, some
+from needlepoint.verify.report.summary import details, headline, layers_with, some
 from needlepoint.verify.report.tables import (
     cost_table,
     gate_table,

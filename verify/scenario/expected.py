@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.emulation.compressor import Compressor, EntryBlock
 from needlepoint.optimized.emulation.narrow import store_bf16, store_main_fp8
 from needlepoint.optimized.emulation.query import STORES

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from needlepoint.optimized.protocol.interface import INDEX, MAIN, QUERY, Candidate, StageKey
 from needlepoint.verify.base.stages import QUERIES, SCORES, STORED, TOPK, WEIGHTS
-from needlepoint.verify.judge.pipeline import PipelineOutput
 from needlepoint.verify.judge.profiles import NEEDLEPOINT, profile_of
-from needlepoint.verify.judge.results.candidates import CandidateOutcome
+from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.judge.results.verdicts import count_stages
+from needlepoint.verify.run.candidates import CandidateOutcome
 from needlepoint.verify.scenario.bank import CONFIG, RATIOS, bank
 from needlepoint.verify.scenario.events import Scenario
 from needlepoint.verify.scenario.file import dump_scenario, scenario_digest

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.serving import StatefulCandidate
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.scenario.events import Scenario, kind_of
@@ -128,7 +128,7 @@ def sweep(
     Parameters
     ----------
     names
-        Names that :func:`~needlepoint.optimized.candidates.create` knows; workers make their own.
+        Names that ``create`` knows; workers make their own.
     candidates
         The candidates of these names.
     seconds

@@ -3,7 +3,7 @@
 The terminal report, the JSON file, JUnit and gates all read a :class:`Result`; nothing else travels
 from the pipeline to them. Models are strict, closed and frozen. Every number is finite or null: a
 statistic that has no finite value is null, and ``rows_not_finite`` says how many rows caused that.
-Per-row errors are not in the record; they are written beside it (``verify/report/output.py``).
+Per-row errors are not in the record; they are written beside it (``verify/recording/results.py``).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from needlepoint.verify.diff.byte_compare import unowned_change
 from needlepoint.verify.judge.candidate_run import CandidateFailed, blamed, missing_stages, observe
 from needlepoint.verify.judge.degenerate import limit_range
 from needlepoint.verify.judge.repeat import snapshot
-from needlepoint.verify.judge.sides.key_side import KeyReference, StageErrors, key_reference
+from needlepoint.verify.judge.sides.key_side import KeyReference, key_reference
 from needlepoint.verify.judge.sides.outputs import (
     has_query_side,
     joined_blocks,
@@ -54,6 +54,7 @@ from needlepoint.verify.judge.sides.query_side import QueryJudge
 from needlepoint.verify.numerics.bias import bias_tests
 from needlepoint.verify.numerics.directions import limit_fault
 from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.numerics.row_errors import StageErrors
 from needlepoint.verify.numerics.selection import PickErrors, Swap
 from needlepoint.verify.selftest.changes import changed_parts, parts_of
 from needlepoint.verify.selftest.faults.fault import Case, Plant

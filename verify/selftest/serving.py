@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.verify.base.workers import Workers
 from needlepoint.verify.scenario.run import Failure
 from needlepoint.verify.schema.base import DIFFER, MATCH

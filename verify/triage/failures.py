@@ -11,8 +11,8 @@ from needlepoint.optimized.protocol.interface import Candidate, StageKey
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.verify.base.progress import NoProgress, Progress
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge import pipeline
 from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.run import pipeline
 from needlepoint.verify.schema.result import Result, with_notes
 from needlepoint.verify.triage.shrink import Failure, Shrinker, load_trial
 

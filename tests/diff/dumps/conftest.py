@@ -18,7 +18,7 @@ from needlepoint.verify.cli.app import app
 from needlepoint.verify.cli.run import run_app
 from needlepoint.verify.diff.mapping import MAPPING_FILE
 from needlepoint.verify.recording.recording import open_recording
-from needlepoint.verify.report.output import load_result
+from needlepoint.verify.recording.results import load_result
 from needlepoint.verify.schema.result import CandidateResult
 
 Cli = Callable[..., CompletedProcess[str]]

@@ -19,7 +19,7 @@ from needlepoint.verify.diff.align import align
 from needlepoint.verify.diff.files import DumpError
 from needlepoint.verify.diff.mapping import MAPPING_FILE, Pages
 from needlepoint.verify.diff.pages import entries_of, paged_rows
-from needlepoint.verify.report.output import load_result
+from needlepoint.verify.recording.results import load_result
 from needlepoint.verify.schema.result import CandidateResult
 
 Dumps: TypeAlias = Any

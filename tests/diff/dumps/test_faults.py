@@ -15,7 +15,7 @@ from torch import Tensor
 
 from needlepoint.optimized.protocol.interface import Candidate
 from needlepoint.verify.diff.mapping import MAPPING_FILE
-from needlepoint.verify.report.output import load_result
+from needlepoint.verify.recording.results import load_result
 
 Dumps: TypeAlias = Any
 Served: TypeAlias = Any

@@ -18,15 +18,15 @@ from needlepoint.benchmarks.stored_bytes import (
     make_inputs,
     on_device,
 )
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.cuda.candidates import CudaCandidate, Launches, plan_of
-from needlepoint.optimized.cuda.plan import Chunks, plan_store
 from needlepoint.optimized.cuda.query import store_queries
 from needlepoint.optimized.cuda.steps import store_in_steps
 from needlepoint.optimized.cuda.store import PagedPool, new_state, store
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
 from needlepoint.optimized.emulation.query import store_queries as emulated_queries
 from needlepoint.optimized.emulation.specification import LOG2_E
 from needlepoint.optimized.protocol.interface import LayerInputs, PagedRows, QueryInputs
+from needlepoint.optimized.serving.plan import Chunks, plan_store
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates import create
+from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.cuda.checks import require_same_device, require_tensor
 from needlepoint.optimized.cuda.faults import (
     new_faults,
     require_no_query_faults,
     require_no_store_faults,
 )
-from needlepoint.optimized.cuda.plan import Chunks, StorePlan, plan_store
 from needlepoint.optimized.cuda.query import require_query
 from needlepoint.optimized.cuda.steps import store_in_steps
 from needlepoint.optimized.cuda.store import (
@@ -29,6 +28,7 @@ from needlepoint.optimized.cuda.store import (
 from needlepoint.optimized.cuda.weights import StoreWeights
 from needlepoint.optimized.emulation.exact32 import fma
 from needlepoint.optimized.emulation.specification import LOG2_E, LOWEST_EXPONENT, SCORE_LIMIT
+from needlepoint.optimized.serving.plan import Chunks, StorePlan, plan_store
 
 TOKENS, WIDTH = 20, 256
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -19,11 +19,11 @@ from needlepoint.benchmarks.stored_bytes import (
     on_device,
 )
 from needlepoint.optimized.cuda.candidates import plan_of
-from needlepoint.optimized.cuda.plan import StorePlan
 from needlepoint.optimized.cuda.store import store
 from needlepoint.optimized.emulation.compiled import compute_rows, encode_rows
 from needlepoint.optimized.emulation.pages import allocate, page_rows
 from needlepoint.optimized.protocol.interface import LayerInputs, PagedRows
+from needlepoint.optimized.serving.plan import StorePlan
 
 pytestmark = [
     pytest.mark.gpu,

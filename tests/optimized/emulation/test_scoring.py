@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.emulation import scoring
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
 from needlepoint.optimized.emulation.readback import read_index_keys, read_queries
 from needlepoint.optimized.emulation.scoring import FusedScorer, Scorer, UnfusedScorer
 from needlepoint.optimized.emulation.select import select_topk

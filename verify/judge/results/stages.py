@@ -12,11 +12,10 @@ from needlepoint.verify.base.rows import Rows
 from needlepoint.verify.base.stages import COMPARED, STORED, TOPK
 from needlepoint.verify.judge.blame import stage_blame
 from needlepoint.verify.judge.degenerate import limit_range
-from needlepoint.verify.judge.sides.key_side import StageErrors
 from needlepoint.verify.numerics.bias import bias_tests
 from needlepoint.verify.numerics.directions import bias_note, limit_fault, passing_limit
 from needlepoint.verify.numerics.limits import Limit
-from needlepoint.verify.numerics.row_errors import RowErrors
+from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
 from needlepoint.verify.numerics.spread import finite, not_finite, spread
 from needlepoint.verify.numerics.tally import no_tally
 from needlepoint.verify.schema.result import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.protocol.interface import INDEX, CompressorInputs, LayerInputs, StageKey
+from needlepoint.optimized.protocol.interface import INDEX, CompressorInputs, LayerInputs
 from needlepoint.reference.compressor import CompressorState, compressor_inputs, gather_taps
 from needlepoint.reference.formats.names import PER_TOKEN, RopeLayout
 from needlepoint.reference.profile import Arithmetic, Precision
@@ -27,7 +27,7 @@ from needlepoint.verify.numerics.error_bound import Enclosure, exact, rounding
 from needlepoint.verify.numerics.error_bound_chain import KeyPath, key_chain, precision_of
 from needlepoint.verify.numerics.error_bound_pooled import pooled, slot_ape
 from needlepoint.verify.numerics.error_model import LEAN, U
-from needlepoint.verify.numerics.row_errors import RowErrors, row_blocks
+from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors, row_blocks
 from needlepoint.verify.numerics.tally import Tally, content_of
 
 _BLOCK_TOKENS = 1024
@@ -35,19 +35,6 @@ _BLOCK_TOKENS = 1024
 
 NOPE = slice(0, 448)
 ROPE = slice(448, 512)
-
-
-@dataclass(frozen=True)
-class StageErrors:
-    """Row errors of one stage, both ways."""
-
-    key: StageKey
-    local: RowErrors
-    accumulated: RowErrors
-    distance_unit: str | None = None
-    """What ``distance`` counts; None for the stage's usual unit."""
-    lean: float = LEAN.value * U
-    """What fp32 may push all rows one way, relative; infinite where no direction is tested."""
 
 
 @dataclass(frozen=True)

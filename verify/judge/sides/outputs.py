@@ -16,17 +16,12 @@ from needlepoint.reference.profile import Arithmetic
 from needlepoint.verify.base.memory import give_back
 from needlepoint.verify.base.rows import Rows
 from needlepoint.verify.base.stage_blocks import query_blocks
-from needlepoint.verify.judge.sides.key_side import (
-    KeyReference,
-    StageErrors,
-    compare_key_stages,
-    key_reference,
-)
+from needlepoint.verify.judge.sides.key_side import KeyReference, compare_key_stages, key_reference
 from needlepoint.verify.judge.sides.query_reference import QueryReference, RotatedQueries
 from needlepoint.verify.judge.sides.query_side import BlockJudgement, QueryJudge
 from needlepoint.verify.layout.stored_rows import StoredRows, read_stored
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.numerics.row_errors import RowErrors
+from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
 from needlepoint.verify.numerics.selection import PickErrors
 
 

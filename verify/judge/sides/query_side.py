@@ -29,7 +29,6 @@ from needlepoint.verify.base.rows import Rows
 from needlepoint.verify.base.stage_blocks import Block
 from needlepoint.verify.base.stages import QUERIES, SCORES, TOPK, WEIGHTS
 from needlepoint.verify.judge.results.stages import zero_errors
-from needlepoint.verify.judge.sides.key_side import StageErrors
 from needlepoint.verify.judge.sides.query_reference import QueryReference, ReferenceBlock
 from needlepoint.verify.layout.stored_rows import (
     StoredRows,
@@ -44,7 +43,7 @@ from needlepoint.verify.numerics.compare_codes import compare_encoded
 from needlepoint.verify.numerics.error_bound import exact, rounding
 from needlepoint.verify.numerics.error_model import LEAN, U
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.numerics.row_errors import RowErrors
+from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
 from needlepoint.verify.numerics.selection import PickErrors, Swap, judge_picks
 from needlepoint.verify.numerics.tally import Tally, content_of
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.emulation.scoring import fused_scores
 from needlepoint.optimized.protocol.serving import CacheSpec, LayerParameters
 from needlepoint.optimized.serving.cache import new_cache

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.cuda.plan import I64, window_slots
 from needlepoint.optimized.protocol.interface import MAIN, PagedRows
 from needlepoint.optimized.protocol.serving import Part, Place, StepBatch, StepOutput, TokenRows
 from needlepoint.optimized.serving.emulated import EmulatedServer, Windows
+from needlepoint.optimized.serving.plan import I64, window_slots
 
 
 class Overlap(EmulatedServer):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from needlepoint.optimized.cuda.plan import window_slots
 from needlepoint.optimized.protocol.serving import Part, Place
 from needlepoint.optimized.serving.emulated import EmulatedServer
+from needlepoint.optimized.serving.plan import window_slots
 
 
 class DraftsKept(EmulatedServer):

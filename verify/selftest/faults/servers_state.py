@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from needlepoint.optimized.cuda.plan import I64
 from needlepoint.optimized.protocol.interface import INDEX, MAIN
 from needlepoint.optimized.protocol.serving import Place, StepBatch, TokenRows
 from needlepoint.optimized.serving.cache import Saved
 from needlepoint.optimized.serving.emulated import EmulatedServer, Windows
+from needlepoint.optimized.serving.plan import I64
 
 
 class StalePrefix(EmulatedServer):

@@ -1,6 +1,6 @@
 """The CUDA candidates step by step: the one-launch stores on state and pages that stay.
 
-The state is the queue of :mod:`~needlepoint.optimized.cuda.plan`: a call appends the tokens that a
+The state is the queue of ``serving/plan.py``: a call appends the tokens that a
 window still to come needs, and where the queue ends is kept on the host, one head a slot. A draft
 is stored without touching the queue; the tokens that are accepted are fed once more, which writes
 their rows again and appends them. Scores and picks of a call are not covered.
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.cuda.plan import Chunks, StorePlan, plan_store
 from needlepoint.optimized.cuda.query import store_queries
 from needlepoint.optimized.cuda.store import PagedPool, store
 from needlepoint.optimized.cuda.weights import StoreWeights
@@ -30,6 +29,7 @@ from needlepoint.optimized.protocol.serving import (
     TokenRows,
 )
 from needlepoint.optimized.serving.cache import RingServer
+from needlepoint.optimized.serving.plan import Chunks, StorePlan, plan_store
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
+from needlepoint.optimized.candidates.heads import ParallelHeads
 from needlepoint.optimized.cuda.candidates import CudaCandidate, Launches
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
-from needlepoint.optimized.emulation.parallel_heads import ParallelHeads
 from needlepoint.optimized.engines.transformers import TransformersCandidate
 from needlepoint.optimized.protocol.interface import Candidate
 

@@ -10,21 +10,27 @@ import torch
 from torch import Tensor
 
 from needlepoint.benchmarks.stored_bytes import make_inputs
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
+from needlepoint.optimized.cuda import server as stateful_cuda
 from needlepoint.optimized.cuda.candidates import CudaCandidate, Launches
-from needlepoint.optimized.cuda.plan import Chunks, StorePlan, plan_store, ring_rows, window_slots
+from needlepoint.optimized.cuda.graph import GraphedDecode, require_decode
+from needlepoint.optimized.cuda.server import CudaServer
 from needlepoint.optimized.cuda.store import PagedPool, new_state, store
 from needlepoint.optimized.cuda.weights import StoreWeights
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
 from needlepoint.optimized.emulation.narrow import store_fp8, store_main_fp8
 from needlepoint.optimized.emulation.pooling import pool as pool_slots
 from needlepoint.optimized.emulation.query import store_queries_at
 from needlepoint.optimized.emulation.rows import hadamard, norm, rope
 from needlepoint.optimized.protocol.interface import QueryInputs, QueryRows
 from needlepoint.optimized.protocol.serving import CacheSpec, CannotServe, LayerParameters
-from needlepoint.optimized.serving import cuda as stateful_cuda
 from needlepoint.optimized.serving.cache import new_cache
-from needlepoint.optimized.serving.cuda import CudaServer
-from needlepoint.optimized.serving.graph import GraphedDecode, require_decode
+from needlepoint.optimized.serving.plan import (
+    Chunks,
+    StorePlan,
+    plan_store,
+    ring_rows,
+    window_slots,
+)
 from needlepoint.verify.scenario.events import Scenario
 from needlepoint.verify.scenario.random import random_scenario
 from needlepoint.verify.scenario.rules import check

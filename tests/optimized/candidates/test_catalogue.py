@@ -8,9 +8,9 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from needlepoint.optimized import candidates
-from needlepoint.optimized.candidates import FACTORIES, create, names
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
+from needlepoint.optimized.candidates import catalogue as candidates
+from needlepoint.optimized.candidates.catalogue import FACTORIES, create, names
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 
 EMULATED = (
     "emulated:fused-bf16",

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed.rendezvous import rendezvous
 
-from needlepoint.verify.judge.results.candidates import CandidateOutcome, merged_outcomes
+from needlepoint.verify.run.candidates import CandidateOutcome, merged_outcomes
 from needlepoint.verify.schema.environment import world_size
 
 Judge = Callable[[tuple[int, ...]], list[CandidateOutcome]]

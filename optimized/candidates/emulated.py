@@ -65,7 +65,7 @@ class Order(Enum):
 
 @dataclass(frozen=True)
 class EmulatedCandidate:
-    """One emulated candidate; implements :class:`~needlepoint.optimized.protocol.interface.Candidate`.
+    """One emulated candidate; implements the ``Candidate`` protocol.
 
     Attributes
     ----------

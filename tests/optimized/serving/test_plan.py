@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from needlepoint.optimized.cuda.plan import (
+from needlepoint.optimized.serving.plan import (
     Chunks,
     StorePlan,
     plan_store,

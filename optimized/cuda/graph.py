@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from needlepoint.optimized.cuda.faults import new_faults
-from needlepoint.optimized.cuda.plan import StorePlan
 from needlepoint.optimized.cuda.store import PagedPool, launch_store, require_store
 from needlepoint.optimized.cuda.weights import StoreWeights
+from needlepoint.optimized.serving.plan import StorePlan
 
 _stream = cast(Callable[..., Any], torch.cuda.Stream)
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from numpy._core import _multiarray_umath as numpy_core  # type: ignore[attr-defined]
 
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.emulation import specification
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate, Order
 from needlepoint.optimized.protocol.interface import (
     CompressorInputs,
     LayerInputs,
@@ -155,7 +155,7 @@ import sys
 import torch
 sys.path.insert(0, "tests/optimized")
 from test_emulated import KINDS, digest
-from needlepoint.optimized.emulation.candidates import EmulatedCandidate
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate
 for inputs in torch.load(sys.argv[1], weights_only=False):
     for kind in KINDS:
         print(digest(EmulatedCandidate(*kind).run(inputs)))

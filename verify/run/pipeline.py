@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from torch import Tensor
 
 from needlepoint.optimized.protocol.interface import Candidate, StageKey
 from needlepoint.reference.profile import CONTRACTS, Arithmetic
@@ -15,23 +13,24 @@ from needlepoint.verify.inputs.layer_inputs import fingerprint
 from needlepoint.verify.inputs.load import Inputs
 from needlepoint.verify.judge.candidate_run import observe, require_unchanged
 from needlepoint.verify.judge.degenerate import require_apart, require_moving
-from needlepoint.verify.judge.distributed import share_out
-from needlepoint.verify.judge.failures_saved import SavedFailures
 from needlepoint.verify.judge.layer_run import LayerRun
 from needlepoint.verify.judge.memory_law import transient_law
-from needlepoint.verify.judge.preflight import (
+from needlepoint.verify.judge.repeat import RepeatTally, repeated
+from needlepoint.verify.judge.results.layers import layer_result
+from needlepoint.verify.judge.results.output import PipelineOutput
+from needlepoint.verify.judge.results.verdicts import count_stages, first_divergence
+from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.recall.verify import layer_recall
+from needlepoint.verify.run.candidates import CandidateOutcome, candidate_result
+from needlepoint.verify.run.distributed import share_out
+from needlepoint.verify.run.failures_saved import SavedFailures
+from needlepoint.verify.run.preflight import (
     require_asked,
     require_distinct,
     require_known,
     require_per_token,
     require_selection,
 )
-from needlepoint.verify.judge.repeat import RepeatTally, repeated
-from needlepoint.verify.judge.results.candidates import CandidateOutcome, candidate_result
-from needlepoint.verify.judge.results.layers import layer_result
-from needlepoint.verify.judge.results.verdicts import count_stages, first_divergence
-from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.recall.verify import layer_recall
 from needlepoint.verify.schema.environment import collect_environment
 from needlepoint.verify.schema.result import (
     CANNOT_JUDGE,
@@ -42,25 +41,6 @@ from needlepoint.verify.schema.result import (
     Verdict,
     worst_verdict,
 )
-
-
-@dataclass(frozen=True)
-class PipelineOutput:
-    """A result and the per-row errors that go beside it.
-
-    Attributes
-    ----------
-    result
-        The record that every surface is made from.
-    rows
-        ``candidate/layerN/path/stage/local|accumulated|relative`` to row errors, [rows].
-    reports
-        Whether this process is the one that writes the result; under torchrun one rank is.
-    """
-
-    result: Result
-    rows: Mapping[str, Tensor]
-    reports: bool = True
 
 
 def verify(
