@@ -45,7 +45,7 @@ def give(inputs: Inputs, layer: int) -> GivenLayer:
 def test_the_enclosed_chain_is_the_reference_layer_s(
     layer: int, profile: Arithmetic, small_inputs: Load
 ) -> None:
-    """Two ways through the same arithmetic: enclosures, and the layer that contracts run."""
+    """Two ways through the same arithmetic: error bounds, and the layer that contracts run."""
     inputs = small_inputs(tokens=400)
     given = give(inputs, layer)
     plain = ReferenceLayer(inputs.config, layer, inputs.weights(layer), profile)
@@ -56,9 +56,9 @@ def test_the_enclosed_chain_is_the_reference_layer_s(
     for path in (INDEX, MAIN) if layer == 0 else (MAIN,):
         reference = key_reference(path, given.inputs, profile)
         own = [s.index if path == INDEX else s.main for s in stages]
-        for stage, enclosure in reference.stages.items():
+        for stage, error_bound in reference.stages.items():
             expected = torch.cat([getattr(rows, stage) for rows in own if rows is not None])
-            held = round_to(enclosure.value, precision_of(stage, profile))
+            held = round_to(error_bound.value, precision_of(stage, profile))
             if precision_of(stage, profile) is Precision.BF16:
                 assert torch.equal(held, expected), (path, stage)
             else:  # fp32 points are not rounded: the radius pays for them

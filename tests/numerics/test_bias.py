@@ -18,7 +18,7 @@ from needlepoint.verify.numerics.bias import ROWS_NEEDED, bias_tests
 from needlepoint.verify.numerics.compare import compare_dense
 from needlepoint.verify.numerics.compare_codes import compare_encoded
 from needlepoint.verify.numerics.directions import Z_LIMIT, bias_note
-from needlepoint.verify.numerics.error_bound import Enclosure
+from needlepoint.verify.numerics.error_bound import ErrorBound
 from needlepoint.verify.numerics.error_model import LEAN, U
 from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
 from needlepoint.verify.numerics.tally import Tally
@@ -67,7 +67,7 @@ def test_a_direction_inside_the_limit_is_found_in_bf16(name: str, scale: float) 
     value, delta, noise = drawn(3)
     value, delta = value * scale, delta * scale
 
-    row = compare_dense(fault(value, delta, noise), Enclosure(value, delta), Precision.BF16)
+    row = compare_dense(fault(value, delta, noise), ErrorBound(value, delta), Precision.BF16)
     flips = judged(row)["flips"]
 
     assert flips.exceeded
@@ -85,7 +85,7 @@ def test_a_gain_of_unrounded_numbers_is_found_beyond_what_fp32_may_lean(
     value, delta, noise = drawn(5)
     candidate = jitter(value, delta, noise, 0.01) * (1 + gain)
 
-    test = judged(compare_dense(candidate, Enclosure(value, delta)))["gain"]
+    test = judged(compare_dense(candidate, ErrorBound(value, delta)))["gain"]
 
     assert test.exceeded is found
     assert test.effect == pytest.approx(gain, abs=2e-6)
@@ -98,7 +98,7 @@ def test_a_gain_inside_the_limit_shows_in_the_codes(fmt: Format, gain: float) ->
     delta = 4 * delta
     shifted = jitter(value * gain, delta, noise, 0.3)
 
-    test = judged(compare_encoded(stored(value, shifted, fmt), Enclosure(value, delta), fmt))[
+    test = judged(compare_encoded(stored(value, shifted, fmt), ErrorBound(value, delta), fmt))[
         "flips"
     ]
 
@@ -122,7 +122,7 @@ def test_a_wrong_tie_rule_is_found_where_the_radius_admits_both_neighbours(side:
     value = grid + step / 2
     away = grid + step if side > 0 else grid
 
-    row = compare_dense(away, Enclosure(value, step), Precision.BF16)
+    row = compare_dense(away, ErrorBound(value, step), Precision.BF16)
     ties = judged(row)["ties"]
 
     assert ties.exceeded
@@ -138,7 +138,7 @@ def test_ties_by_the_rule_or_by_errors_of_either_sign_lean_nowhere(rule: str) ->
     noise = torch.Generator().manual_seed(0)
     held = value if rule == "even" else jitter(value, step, noise, 0.01)
 
-    row = compare_dense(round_to(held, Precision.BF16), Enclosure(value, step), Precision.BF16)
+    row = compare_dense(round_to(held, Precision.BF16), ErrorBound(value, step), Precision.BF16)
 
     assert not any(test.exceeded for test in judged(row).values())
 
@@ -151,7 +151,7 @@ def test_many_seeds_of_sound_data_stay_far_below_the_limit(precision: Precision)
         value, delta, noise = drawn(seed, rows=64, dims=32)
         found = jitter(value, delta, noise)
         found = round_to(found, Precision.BF16) if precision is Precision.BF16 else found
-        row = compare_dense(found, Enclosure(value, delta), precision)
+        row = compare_dense(found, ErrorBound(value, delta), precision)
         worst += [abs(test.z) for test in judged(row, lean=0.0).values()]
 
     assert len(worst) == 300
@@ -165,7 +165,7 @@ def test_many_seeds_of_sound_codes_stay_far_below_the_limit(fmt: Format) -> None
     for seed in range(50):
         value, delta, noise = drawn(seed, rows=64, dims=128)
         found = stored(value, jitter(value, delta, noise), fmt)
-        row = compare_encoded(found, Enclosure(value, delta), fmt)
+        row = compare_encoded(found, ErrorBound(value, delta), fmt)
         worst += [abs(test.z) for test in judged(row, lean=0.0).values()]
 
     assert len(worst) == 50
@@ -183,7 +183,7 @@ def test_values_on_a_lattice_beside_a_boundary_lean_nowhere(
     value = (grid + step / 2) * (1 - offset if below else 1 + offset)
     found = jitter(value, step, torch.Generator().manual_seed(seed), 0.01)
 
-    row = compare_dense(round_to(found, Precision.BF16), Enclosure(value, step), Precision.BF16)
+    row = compare_dense(round_to(found, Precision.BF16), ErrorBound(value, step), Precision.BF16)
 
     assert not any(test.exceeded for test in judged(row, lean=0.0).values())
 
@@ -193,8 +193,8 @@ def test_rows_made_from_equal_input_count_once() -> None:
     found = round_to(jitter(value * (1 + 2.0**-10), delta, noise), Precision.BF16)
     many = [tensor.repeat(50, 1) for tensor in (found, value, delta)]
 
-    alone = compare_dense(many[0], Enclosure(many[1], many[2]), Precision.BF16)
-    known = compare_dense(many[0], Enclosure(many[1], many[2]), Precision.BF16)
+    alone = compare_dense(many[0], ErrorBound(many[1], many[2]), Precision.BF16)
+    known = compare_dense(many[0], ErrorBound(many[1], many[2]), Precision.BF16)
     known.tally[:, Tally.CONTENT] = torch.arange(1, 9).repeat(50)
 
     assert judged(alone)["flips"].exceeded
@@ -205,11 +205,11 @@ def test_rows_made_from_equal_input_count_once() -> None:
 def test_too_few_rows_cannot_reach_the_limit_and_a_loosened_limit_loosens_it() -> None:
     value, delta, noise = drawn(19, rows=ROWS_NEEDED - 1)
     found = jitter(value, delta, noise, 0.01) * (1 + 1e-3)
-    row = compare_dense(found, Enclosure(value, delta))
+    row = compare_dense(found, ErrorBound(value, delta))
 
     assert abs(judged(row)["gain"].z) < Z_LIMIT
     value, delta, noise = drawn(19, rows=4 * ROWS_NEEDED)
-    row = compare_dense(jitter(value, delta, noise, 0.01) * (1 + 1e-3), Enclosure(value, delta))
+    row = compare_dense(jitter(value, delta, noise, 0.01) * (1 + 1e-3), ErrorBound(value, delta))
     assert judged(row)["gain"].exceeded
     assert not judged(row, limit=10.0)["gain"].exceeded
     assert judged(row, lean=math.inf) == {}

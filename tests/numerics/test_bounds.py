@@ -26,9 +26,9 @@ from needlepoint.reference.formats import (
     encode,
 )
 from needlepoint.reference.profile import OFFICIAL, Accumulator, needlepoint_profile
-from needlepoint.verify.numerics.bounds import ScoreBound, stored_enclosure
+from needlepoint.verify.numerics.bounds import ScoreBound, stored_error_bound
 from needlepoint.verify.numerics.compare_codes import compare_encoded
-from needlepoint.verify.numerics.error_bound import Enclosure, exact
+from needlepoint.verify.numerics.error_bound import ErrorBound, exact
 
 FP32_CHAIN = needlepoint_profile("fp8")
 KEY_FORMATS = (BF16, FP8_PLAIN, FP8_POW2, FP8_NO_FLOOR, FP4_OFFICIAL, FP4_SGLANG)
@@ -232,7 +232,7 @@ def test_a_reference_in_fp32_pays_a_second_time() -> None:
 # --- code steps -----------------------------------------------------------------------------------
 
 
-def enclosed(rows: int, fmt: Format, seed: int, relative: float) -> Enclosure:
+def enclosed(rows: int, fmt: Format, seed: int, relative: float) -> ErrorBound:
     width = 448 if fmt is MAIN_FP8 else 128
     x = torch.randn(rows, width, generator=generator(seed), dtype=torch.float64)
     x[0] = 0
@@ -240,10 +240,10 @@ def enclosed(rows: int, fmt: Format, seed: int, relative: float) -> Enclosure:
     # A block whose amax stands on the boundary of two powers of two, and values on midpoints.
     x[2, 0], x[2, 1:] = 448.0 if fmt.element == "e4m3" else 6.0, x[2, 1:].clamp(-1, 1)
     x[3] = torch.round(4 * x[3]) / 4 + 1.0 / 16
-    return Enclosure(x, relative * x.abs() + 1e-12)
+    return ErrorBound(x, relative * x.abs() + 1e-12)
 
 
-def admissible_rows(row: Enclosure, fmt: Format, seed: int) -> list[Encoded]:
+def admissible_rows(row: ErrorBound, fmt: Format, seed: int) -> list[Encoded]:
     """Encode what admissible candidates may hold: random points and corners of the interval."""
     signs = torch.sign(torch.randn(row.value.shape, generator=generator(seed)))
     inward = torch.rand(row.value.shape, generator=generator(seed + 1), dtype=torch.float64)
@@ -259,7 +259,7 @@ def test_every_admissible_row_decodes_within_the_reach(
 ) -> None:
     row = enclosed(12, fmt, seed, radius)
 
-    reach = stored_enclosure(row, fmt)
+    reach = stored_error_bound(row, fmt)
 
     for stored in admissible_rows(row, fmt, seed):
         assert not bool(compare_encoded(stored, row, fmt).failed(1.0).any())
@@ -270,7 +270,7 @@ def test_every_admissible_row_decodes_within_the_reach(
 def test_a_value_known_exactly_leaves_no_code_open(fmt: Format) -> None:
     row = enclosed(12, fmt, 0, 0.0)
 
-    reach = stored_enclosure(exact(row.value), fmt)
+    reach = stored_error_bound(exact(row.value), fmt)
 
     assert not bool(reach.delta.any())
     assert torch.equal(reach.value, decode(encode(row.value, fmt), fmt))
@@ -280,7 +280,7 @@ def test_a_value_known_exactly_leaves_no_code_open(fmt: Format) -> None:
 def test_few_codes_are_open_at_the_radius_of_a_key(fmt: Format) -> None:
     x = torch.randn(200, 128, generator=generator(4), dtype=torch.float64)
 
-    reach = stored_enclosure(Enclosure(x, 1e-6 * x.abs()), fmt)
+    reach = stored_error_bound(ErrorBound(x, 1e-6 * x.abs()), fmt)
 
     step = 2.0**-3 if fmt.element == "e4m3" else 1.0
     opened = reach.delta > 0.2 * step * x.abs().clamp(max=1e-3)
@@ -291,7 +291,7 @@ def test_few_codes_are_open_at_the_radius_of_a_key(fmt: Format) -> None:
 def test_unrounded_keys_keep_their_radius() -> None:
     row = enclosed(4, FP32, 0, 1e-6)
 
-    assert stored_enclosure(row, FP32) is row
+    assert stored_error_bound(row, FP32) is row
 
 
 # --- both together --------------------------------------------------------------------------------
@@ -305,10 +305,10 @@ def test_scores_of_admissible_keys_queries_and_weights_stay_in_the_accumulated_b
 ) -> None:
     keys = enclosed(16, fmt, seed, 2.0**-12)
     flat = enclosed(6 * heads, fmt, seed + 7, 2.0**-12)
-    query = Enclosure(flat.value.reshape(6, heads, -1), flat.delta.reshape(6, heads, -1))
+    query = ErrorBound(flat.value.reshape(6, heads, -1), flat.delta.reshape(6, heads, -1))
     w = torch.randn(6, heads, generator=generator(seed), dtype=torch.float64)
-    weights = Enclosure(w, 1e-4 * w.abs())
-    stored_query, stored_keys = stored_enclosure(query, fmt), stored_enclosure(keys, fmt)
+    weights = ErrorBound(w, 1e-4 * w.abs())
+    stored_query, stored_keys = stored_error_bound(query, fmt), stored_error_bound(keys, fmt)
     reference = true_scores(stored_query.value, w, stored_keys.value)
 
     bound = ScoreBound.of_keys(stored_keys, FP32_CHAIN).of_queries(stored_query, weights)
@@ -333,7 +333,7 @@ def test_a_flipped_code_is_covered_where_it_is_ambiguous_and_nowhere_else(fmt: F
     )
     # One value of each row stands just below the midpoint above its code, inside the radius.
     x[:, dim] = (lower[0, dim] + upper[0, dim]) / 2 * (1 - 1e-6)
-    row = Enclosure(x, 1e-5 * x.abs())
+    row = ErrorBound(x, 1e-5 * x.abs())
     stored = encode(x, fmt)
     flipped = stored.codes.clone()
     flipped[:, dim] += 1
@@ -342,7 +342,7 @@ def test_a_flipped_code_is_covered_where_it_is_ambiguous_and_nowhere_else(fmt: F
     assert stored.codes[:, dim].tolist() == [code] * 20
     query = torch.randn(5, 8, 128, generator=generator(7), dtype=torch.float64)
     weights = torch.rand(5, 8, generator=generator(8), dtype=torch.float64) + 0.5
-    keys = stored_enclosure(row, fmt)
+    keys = stored_error_bound(row, fmt)
     bound = ScoreBound.of_keys(keys, FP32_CHAIN).of_queries(exact(query), exact(weights))
     reference = true_scores(query, weights, keys.value)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from needlepoint.reference.profile import Precision
 from needlepoint.verify.numerics.compare import compare_dense, compare_masked_scores
-from needlepoint.verify.numerics.error_bound import Enclosure, exact
+from needlepoint.verify.numerics.error_bound import ErrorBound, exact
 from needlepoint.verify.numerics.row_errors import RowErrors
 
 BF16 = Precision.BF16
@@ -23,15 +23,15 @@ def values(rows: int, width: int, seed: int) -> Tensor:
     return torch.randn(rows, width, generator=g, dtype=torch.float64)
 
 
-def within(value: Tensor, relative: float) -> Enclosure:
-    return Enclosure(value, value.abs() * relative)
+def within(value: Tensor, relative: float) -> ErrorBound:
+    return ErrorBound(value, value.abs() * relative)
 
 
 # --- dense rows in fp32 ---------------------------------------------------------------------------
 
 
 def test_error_is_the_distance_in_units_of_the_radius() -> None:
-    reference = Enclosure(
+    reference = ErrorBound(
         torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 4.0]], dtype=torch.float64),
         torch.tensor([[0.1, 0.5, 1.0], [0.1, 0.5, 1.0]], dtype=torch.float64),
     )
@@ -85,7 +85,7 @@ def test_distance_counts_fp32_numbers(power: int, distance: int) -> None:
 
 
 def test_distance_crosses_zero_without_a_jump() -> None:
-    reference = Enclosure(
+    reference = ErrorBound(
         torch.full((1, 1), 2.0**-149, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     )
 
@@ -159,12 +159,12 @@ def test_an_exact_tie_must_go_to_the_even_number() -> None:
     rows = compare_dense(found, reference, BF16)
 
     assert rows.ratio.tolist() == [0.0, math.inf, 0.0]
-    open_tie = Enclosure(reference.value, torch.full_like(reference.value, 1e-9))
+    open_tie = ErrorBound(reference.value, torch.full_like(reference.value, 1e-9))
     assert not bool(compare_dense(found, open_tie, BF16).failed(1.0).any())
 
 
 def test_a_number_next_to_the_boundary_costs_its_distance() -> None:
-    reference = Enclosure(
+    reference = ErrorBound(
         torch.tensor([[1 + 2.0**-8 - 3e-5]], dtype=torch.float64),
         torch.tensor([[1e-5]], dtype=torch.float64),
     )
@@ -197,7 +197,7 @@ def test_a_reference_that_is_not_finite_judges_nothing(name: str, bad: float) ->
     (value if name == "reference" else delta)[3, 1] = bad
 
     with pytest.raises(ValueError, match=f"the {name} of row 3 is not finite"):
-        compare_dense(torch.zeros(5, 4), Enclosure(value, delta))
+        compare_dense(torch.zeros(5, 4), ErrorBound(value, delta))
 
 
 # --- scores ---------------------------------------------------------------------------------------

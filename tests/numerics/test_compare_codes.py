@@ -31,7 +31,7 @@ from needlepoint.reference.formats import (
     Format,
 )
 from needlepoint.verify.numerics.compare_codes import compare_encoded
-from needlepoint.verify.numerics.error_bound import Enclosure, exact
+from needlepoint.verify.numerics.error_bound import ErrorBound, exact
 from needlepoint.verify.numerics.row_errors import RowErrors
 
 SCALED = (
@@ -135,12 +135,12 @@ def rows(count: int, fmt: Format, seed: int, scale: float = 1.0) -> Tensor:
     return scale * spread * torch.randn(count, width, generator=g)
 
 
-def within(x: Tensor, relative: float) -> Enclosure:
+def within(x: Tensor, relative: float) -> ErrorBound:
     value = x.to(torch.float64)
-    return Enclosure(value, relative * value.abs() + 1e-40)
+    return ErrorBound(value, relative * value.abs() + 1e-40)
 
 
-def judge(found: Encoded, reference: Enclosure, fmt: Format) -> RowErrors:
+def judge(found: Encoded, reference: ErrorBound, fmt: Format) -> RowErrors:
     return compare_encoded(found, reference, fmt)
 
 
@@ -159,7 +159,7 @@ def test_a_correct_quantiser_of_any_admissible_row_passes(
     value = x.to(torch.float64)
     # What the candidate holds is fp32: the radius covers that rounding too.
     moved = (value * (1 + relative * push)).to(torch.float32) if radius else x
-    reference = Enclosure(value, value.abs() * (relative + 2.0**-23 * (radius != 0)))
+    reference = ErrorBound(value, value.abs() * (relative + 2.0**-23 * (radius != 0)))
 
     found = quantiser(fmt, divide=divide).run(moved, fmt.element, fmt.block)
 
@@ -267,7 +267,7 @@ def test_an_exact_tie_is_judged_by_the_rule_of_the_profile(
     assert not bool(judge(stored, exact(x), fmt).failed(1.0).any())
     assert judged.failed(1e6).tolist() == [False, True]
     assert int(judged.dim[1]) == 5
-    open_tie = Enclosure(x.to(torch.float64), torch.full(x.shape, 1e-9, dtype=torch.float64))
+    open_tie = ErrorBound(x.to(torch.float64), torch.full(x.shape, 1e-9, dtype=torch.float64))
     assert not bool(judge(Encoded(codes, stored.scales), open_tie, fmt).failed(1.0).any())
 
 

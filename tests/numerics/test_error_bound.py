@@ -14,7 +14,7 @@ from torch import Tensor
 
 from needlepoint.reference.profile import BF16_CONTRACT, Precision, needlepoint_profile
 from needlepoint.verify.numerics.error_bound import (
-    Enclosure,
+    ErrorBound,
     exact,
     normed,
     projected,
@@ -33,9 +33,9 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def worst(found: Tensor, enclosure: Enclosure) -> float:
-    error = (found.to(torch.float64) - enclosure.value).abs()
-    return float(torch.where(error == 0, 0.0, error / enclosure.delta).max())
+def worst(found: Tensor, error_bound: ErrorBound) -> float:
+    error = (found.to(torch.float64) - error_bound.value).abs()
+    return float(torch.where(error == 0, 0.0, error / error_bound.delta).max())
 
 
 KINDS = ("gaussian", "constant", "outliers", "anisotropic", "small", "tiny", "zeros", "powers")
@@ -99,10 +99,10 @@ def test_no_evaluation_of_the_norm_leaves_the_radius(kind: str, size: int) -> No
     x = draw(kind, 64, size, seed=1)
     weight = 1 + 0.1 * torch.randn(size, generator=generator(2))
 
-    enclosure = normed(exact(x), weight, EPS)
+    error_bound = normed(exact(x), weight, EPS)
 
     for total in SUMS:
-        assert max(worst(found, enclosure) for found in norm_fp32(x, weight, total)) <= 1
+        assert max(worst(found, error_bound) for found in norm_fp32(x, weight, total)) <= 1
 
 
 @pytest.mark.parametrize("size", [128, 512])
@@ -110,22 +110,22 @@ def test_the_norm_carries_the_radius_of_its_input(size: int) -> None:
     x = draw("gaussian", 32, size, seed=3).to(torch.float64)
     weight = 1 + 0.1 * torch.randn(size, generator=generator(2))
     delta = 1e-3 * torch.rand(x.shape, generator=generator(4), dtype=torch.float64)
-    enclosure = normed(Enclosure(x, delta), weight, EPS)
+    error_bound = normed(ErrorBound(x, delta), weight, EPS)
 
     for push in (delta, -delta, delta * torch.sign(x), -delta * torch.sign(x)):
         moved = normed(exact(x + push), weight, EPS).value
-        assert worst(moved, enclosure) <= 1
-        assert worst(x + push, Enclosure(x, delta)) <= 1 + 1e-9
+        assert worst(moved, error_bound) <= 1
+        assert worst(x + push, ErrorBound(x, delta)) <= 1 + 1e-9
 
 
 def test_an_input_radius_beyond_the_row_itself_stays_sound() -> None:
     x = draw("small", 16, 128, seed=5).to(torch.float64)
     delta = torch.full_like(x, 5e-3)
-    enclosure = normed(Enclosure(x, delta), torch.ones(128), EPS)
+    error_bound = normed(ErrorBound(x, delta), torch.ones(128), EPS)
 
     for push in (-x, delta, -delta):
         reachable = x + push.clamp(-5e-3, 5e-3)
-        assert worst(normed(exact(reachable), torch.ones(128), EPS).value, enclosure) <= 1
+        assert worst(normed(exact(reachable), torch.ones(128), EPS).value, error_bound) <= 1
 
 
 @pytest.mark.parametrize("fault", ["eps", "no weight", "sum over half", "gain 0.4 %", "max norm"])
@@ -142,10 +142,10 @@ def test_a_wrong_norm_leaves_the_radius(fault: str) -> None:
         "max norm": x * weight / x.abs().amax(-1, keepdim=True),
     }[fault]
 
-    enclosure = normed(exact(x), weight, EPS)
-    error = (wrong.to(torch.float64) - enclosure.value).abs() / enclosure.delta
+    error_bound = normed(exact(x), weight, EPS)
+    error = (wrong.to(torch.float64) - error_bound.value).abs() / error_bound.delta
 
-    assert worst(sound, enclosure) <= 1
+    assert worst(sound, error_bound) <= 1
     assert bool((error.amax(1) > 20).all())
 
 
@@ -175,21 +175,21 @@ def rope_fp32(x: Tensor, table: Tensor) -> Tensor:
 def test_rope_stays_in_its_radius_and_leaves_the_other_dims_alone(kind: str, size: int) -> None:
     x, table = draw(kind, 64, size, seed=7), angles(64, seed=8)
 
-    enclosure = roped(exact(x), table)
+    error_bound = roped(exact(x), table)
 
-    assert worst(rope_fp32(x, table), enclosure) <= 1
-    assert torch.equal(enclosure.value[:, :-64], x[:, :-64].to(torch.float64))
-    assert not bool(enclosure.delta[:, :-64].any())
+    assert worst(rope_fp32(x, table), error_bound) <= 1
+    assert torch.equal(error_bound.value[:, :-64], x[:, :-64].to(torch.float64))
+    assert not bool(error_bound.delta[:, :-64].any())
 
 
 def test_rope_carries_the_radius_of_its_input() -> None:
     x, table = draw("gaussian", 64, 128, seed=7).to(torch.float64), angles(64, seed=8)
     delta = 1e-3 * torch.rand(x.shape, generator=generator(9), dtype=torch.float64)
-    enclosure = roped(Enclosure(x, delta), table)
+    error_bound = roped(ErrorBound(x, delta), table)
 
     for seed in range(8):
         signs = torch.sign(torch.randn(x.shape, generator=generator(seed), dtype=torch.float64))
-        assert worst(roped(exact(x + signs * delta), table).value, enclosure) <= 1 + 1e-9
+        assert worst(roped(exact(x + signs * delta), table).value, error_bound) <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("fault", ["position", "half-split", "first dims", "conjugate"])
@@ -205,9 +205,9 @@ def test_a_wrong_rotation_leaves_the_radius(fault: str) -> None:
         "conjugate": rope_fp32(x, table * torch.tensor([1.0, -1.0])),
     }[fault]
 
-    enclosure = roped(exact(x), table)
-    error = (wrong.to(torch.float64) - enclosure.value).abs()
-    ratio = torch.where(error == 0, 0.0, error / enclosure.delta)
+    error_bound = roped(exact(x), table)
+    error = (wrong.to(torch.float64) - error_bound.value).abs()
+    ratio = torch.where(error == 0, 0.0, error / error_bound.delta)
 
     assert bool((ratio.amax(1) > 1000).all())
 
@@ -250,22 +250,24 @@ def hadamard_fp32(x: Tensor) -> list[Tensor]:
 def test_no_evaluation_of_the_hadamard_leaves_the_radius(kind: str) -> None:
     x = draw(kind, 64, 128, seed=10)
 
-    enclosure = rotated(exact(x))
+    error_bound = rotated(exact(x))
 
-    assert max(worst(found, enclosure) for found in hadamard_fp32(x)) <= 1
+    assert max(worst(found, error_bound) for found in hadamard_fp32(x)) <= 1
 
 
 def test_the_hadamard_carries_the_sum_of_the_radii() -> None:
     x = draw("gaussian", 32, 128, seed=10).to(torch.float64)
     delta = 1e-3 * torch.rand(x.shape, generator=generator(9), dtype=torch.float64)
-    enclosure = rotated(Enclosure(x, delta))
+    error_bound = rotated(ErrorBound(x, delta))
     column = sylvester().to(torch.float64)[5]
 
     pushed = rotated(exact(x + column * delta))
 
-    assert worst(pushed.value, enclosure) <= 1
+    assert worst(pushed.value, error_bound) <= 1
     # Pushed along one column, that output moves by all of the sum: the radius is attained.
-    assert bool(((pushed.value - enclosure.value)[:, 5].abs() > 0.9 * enclosure.delta[:, 5]).all())
+    assert bool(
+        ((pushed.value - error_bound.value)[:, 5].abs() > 0.9 * error_bound.delta[:, 5]).all()
+    )
 
 
 @pytest.mark.parametrize("fault", ["missing", "unscaled", "one stage short", "bf16 inside"])
@@ -278,14 +280,14 @@ def test_a_wrong_rotation_of_the_key_leaves_the_radius(fault: str) -> None:
         "bf16 inside": butterfly(x.bfloat16().float(), (1, 2, 4, 8, 16, 32, 64)) * HADAMARD_FP32,
     }[fault]
 
-    enclosure = rotated(exact(x))
-    error = (wrong.to(torch.float64) - enclosure.value).abs() / enclosure.delta
+    error_bound = rotated(exact(x))
+    error = (wrong.to(torch.float64) - error_bound.value).abs() / error_bound.delta
 
     assert bool((error.amax(1) > 20).all())
 
 
 @pytest.mark.parametrize(
-    ("enclosure", "found"),
+    ("error_bound", "found"),
     [
         (
             normed(exact(draw("gaussian", 200, 512, 1)), torch.ones(512), EPS),
@@ -304,9 +306,9 @@ def test_a_wrong_rotation_of_the_key_leaves_the_radius(fault: str) -> None:
     ids=["normed", "roped", "rotated", "weights"],
 )
 def test_a_radius_is_within_a_hundred_times_of_what_is_observed(
-    enclosure: Enclosure, found: Tensor
+    error_bound: ErrorBound, found: Tensor
 ) -> None:
-    assert 0.01 <= worst(found, enclosure) <= 1
+    assert 0.01 <= worst(found, error_bound) <= 1
 
 
 # --- rounding, weights, projections ---------------------------------------------------------------
@@ -319,7 +321,7 @@ def test_rounding_reaches_exactly_what_bf16_makes_of_the_interval(
 ) -> None:
     value = torch.randn(200, generator=generator(seed), dtype=torch.float64) * 2.0**scale
     delta = value.abs() * 2.0**log_radius
-    enclosure = rounding(Enclosure(value, delta), Precision.BF16)
+    error_bound = rounding(ErrorBound(value, delta), Precision.BF16)
     inside = value + delta * torch.linspace(-1, 1, 33, dtype=torch.float64).unsqueeze(1)
 
     # Numbers that fp32 holds are rounded once by torch's own conversion: those are the oracle.
@@ -327,22 +329,22 @@ def test_rounding_reaches_exactly_what_bf16_makes_of_the_interval(
     reachable = (held.to(torch.float64) - value).abs() <= delta
     found = held.bfloat16().to(torch.float64)
 
-    reach = (found - enclosure.value).abs()
-    assert bool((reach <= enclosure.delta)[reachable].all())
+    reach = (found - error_bound.value).abs()
+    assert bool((reach <= error_bound.delta)[reachable].all())
     highest = torch.where(reachable, found, -math.inf).amax(0)
     lowest = torch.where(reachable, found, math.inf).amin(0)
-    assert bool((enclosure.delta[highest > lowest] > 0).all())
+    assert bool((error_bound.delta[highest > lowest] > 0).all())
     # No more is open than the two numbers around the interval and one step.
-    assert bool((enclosure.delta <= 2 * delta + 2.0**-7 * value.abs()).all())
+    assert bool((error_bound.delta <= 2 * delta + 2.0**-7 * value.abs()).all())
 
 
 def test_an_unambiguous_value_leaves_nothing_open() -> None:
-    enclosure = Enclosure(
+    error_bound = ErrorBound(
         torch.tensor([1.0, 1.0 + 2.0**-8], dtype=torch.float64),
         torch.tensor([1e-4, 1e-4], dtype=torch.float64),
     )
 
-    after = rounding(enclosure, Precision.BF16)
+    after = rounding(error_bound, Precision.BF16)
 
     assert after.value.tolist() == [1.0, 1.0]
     assert after.delta.tolist() == [0.0, 2.0**-7]
@@ -350,9 +352,9 @@ def test_an_unambiguous_value_leaves_nothing_open() -> None:
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FLOAT64])
 def test_unrounded_points_change_nothing(precision: Precision) -> None:
-    enclosure = rotated(exact(draw("gaussian", 2, 128, 0)))
+    error_bound = rotated(exact(draw("gaussian", 2, 128, 0)))
 
-    assert rounding(enclosure, precision) is enclosure
+    assert rounding(error_bound, precision) is error_bound
 
 
 def test_weights_allow_two_constants_and_an_unfolded_scale() -> None:
@@ -362,11 +364,11 @@ def test_weights_allow_two_constants_and_an_unfolded_scale() -> None:
     once, twice = w * scale, w * 128**-0.5 * 64**-0.5
     unfolded = (w * scale * step).to(torch.float64) / step
 
-    enclosure = weights(w, scale)
+    error_bound = weights(w, scale)
 
-    assert max(worst(found, enclosure) for found in (once, twice, unfolded)) <= 1
-    assert worst(once * 1.004, enclosure) > 1000
-    assert worst(once.bfloat16(), enclosure) > 1000
+    assert max(worst(found, error_bound) for found in (once, twice, unfolded)) <= 1
+    assert worst(once * 1.004, error_bound) > 1000
+    assert worst(once.bfloat16(), error_bound) > 1000
 
 
 @pytest.mark.parametrize("inner", [64, 1024])
@@ -377,12 +379,12 @@ def test_projections_in_any_order_stay_inside_and_bf16_ones_do_not(inner: int) -
     for i in range(inner):
         in_turn = in_turn + x[:, i : i + 1] * w[:, i]
 
-    enclosure = projected(x, w)
+    error_bound = projected(x, w)
 
-    assert worst(x @ w.T, enclosure) <= 1
-    assert worst(in_turn, enclosure) <= 1
-    assert worst((x @ w.T).bfloat16(), enclosure) > 1
-    assert worst(x @ w.T * 1.004, enclosure) > 1
+    assert worst(x @ w.T, error_bound) <= 1
+    assert worst(in_turn, error_bound) <= 1
+    assert worst((x @ w.T).bfloat16(), error_bound) > 1
+    assert worst(x @ w.T * 1.004, error_bound) > 1
 
 
 # --- query ----------------------------------------------------------------------------------------
@@ -399,7 +401,7 @@ def test_query_path_in_fp32_stays_in_the_radius(contract: str) -> None:
     x = torch.randn(20, 4, 128, generator=generator(1)).bfloat16().float()
     table = angles(20, seed=2).unsqueeze(1)
 
-    enclosure = query_rotated(exact(x), table, arithmetic)
+    error_bound = query_rotated(exact(x), table, arithmetic)
 
     found = rope_fp32(x, table)
     if contract == "bf16":
@@ -408,18 +410,18 @@ def test_query_path_in_fp32_stays_in_the_radius(contract: str) -> None:
         found = hadamard_fp32(found)[0]
     if contract == "bf16":
         found = found.bfloat16().float()
-    assert worst(found, enclosure) <= 1
-    assert worst(found * 1.004, enclosure) > 5 if contract != "bf16" else True
+    assert worst(found, error_bound) <= 1
+    assert worst(found * 1.004, error_bound) > 5 if contract != "bf16" else True
 
 
 def test_value_and_radius_must_have_one_shape() -> None:
     with pytest.raises(ValueError, match=r"value \(2,\) with radius \(3,\)"):
-        Enclosure(torch.zeros(2), torch.zeros(3))
+        ErrorBound(torch.zeros(2), torch.zeros(3))
 
 
 def test_rows_and_dims_cut_value_and_radius_alike() -> None:
-    enclosure = Enclosure(torch.arange(12.0).reshape(3, 4), torch.ones(3, 4) * math.pi)
+    error_bound = ErrorBound(torch.arange(12.0).reshape(3, 4), torch.ones(3, 4) * math.pi)
 
-    assert enclosure.rows(slice(1, 3)).value.tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
-    assert enclosure.dims(slice(3, None)).value.tolist() == [[3], [7], [11]]
-    assert enclosure.dims(slice(3, None)).delta.shape == (3, 1)
+    assert error_bound.rows(slice(1, 3)).value.tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    assert error_bound.dims(slice(3, None)).value.tolist() == [[3], [7], [11]]
+    assert error_bound.dims(slice(3, None)).delta.shape == (3, 1)

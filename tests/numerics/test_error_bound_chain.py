@@ -13,7 +13,7 @@ from needlepoint.reference.profile import (
     Precision,
     needlepoint_profile,
 )
-from needlepoint.verify.numerics.error_bound import Enclosure, exact, rounding
+from needlepoint.verify.numerics.error_bound import ErrorBound, exact, rounding
 from needlepoint.verify.numerics.error_bound_chain import KeyPath, key_chain, precision_of
 from needlepoint.verify.numerics.error_bound_pooled import pooled
 
@@ -72,11 +72,11 @@ class Plain:
         return out
 
 
-def admissible(found: Tensor, enclosure: Enclosure, precision: Precision) -> Tensor:
+def admissible(found: Tensor, error_bound: ErrorBound, precision: Precision) -> Tensor:
     """Return whether each number is one that something in the interval rounds to."""
     if precision is not Precision.BF16:
-        return (found.to(torch.float64) - enclosure.value).abs() <= enclosure.delta
-    after = rounding(enclosure, precision)
+        return (found.to(torch.float64) - error_bound.value).abs() <= error_bound.delta
+    after = rounding(error_bound, precision)
     return (found.to(torch.float64) - after.value).abs() <= after.delta
 
 
@@ -92,8 +92,8 @@ def test_every_stage_is_admissible_from_the_taps_and_from_each_observed_stage(
 
     assert list(chains[0]) == list(found)
     for chain in chains:
-        for stage, enclosure in chain.items():
-            fits = admissible(found[stage], enclosure, precision_of(stage, arithmetic))
+        for stage, error_bound in chain.items():
+            fits = admissible(found[stage], error_bound, precision_of(stage, arithmetic))
             assert bool(fits.all()), stage
 
 

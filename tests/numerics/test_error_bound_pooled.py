@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from needlepoint.reference.compressor import Taps
-from needlepoint.verify.numerics.error_bound import Enclosure
+from needlepoint.verify.numerics.error_bound import ErrorBound
 from needlepoint.verify.numerics.error_bound_pooled import pooled, slot_ape
 
 LOG2E = torch.tensor(math.log2(math.e), dtype=torch.float32)
@@ -170,7 +170,7 @@ KINDS = (
 )
 
 
-def enclose(case: Case, masked: Tensor | None = None) -> Enclosure:
+def enclose(case: Case, masked: Tensor | None = None) -> ErrorBound:
     kv, score, ape = (x.to(torch.float64) for x in case)
     logits = score + ape
     if masked is not None:
@@ -178,8 +178,8 @@ def enclose(case: Case, masked: Tensor | None = None) -> Enclosure:
     return pooled(Taps(kv, logits), case[2])
 
 
-def worst(found: Tensor, enclosure: Enclosure) -> float:
-    return float(((found.to(torch.float64) - enclosure.value).abs() / enclosure.delta).max())
+def worst(found: Tensor, error_bound: ErrorBound) -> float:
+    return float(((found.to(torch.float64) - error_bound.value).abs() / error_bound.delta).max())
 
 
 @pytest.mark.parametrize("slots", [8, 128])
@@ -190,11 +190,11 @@ def test_no_order_of_fp32_evaluation_leaves_the_radius(kind: str, slots: int) ->
     masked[0, : slots // 2] = slots == 8
     case = (case[0].masked_fill(masked, 0.0), *case[1:])
 
-    enclosure = enclose(case, masked)
+    error_bound = enclose(case, masked)
 
     for found in evaluations(*case, masked):
         assert bool(torch.isfinite(found).all())
-        assert worst(found, enclosure) <= 1
+        assert worst(found, error_bound) <= 1
 
 
 @given(
@@ -206,10 +206,10 @@ def test_no_order_of_fp32_evaluation_leaves_the_radius(kind: str, slots: int) ->
 @settings(max_examples=25, deadline=None)
 def test_soundness_over_seeds(kind: str, slots: int, rows: int, seed: int) -> None:
     case = draw(kind, rows, slots, seed)
-    enclosure = enclose(case)
+    error_bound = enclose(case)
     masked = torch.zeros(case[0].shape, dtype=torch.bool)
 
-    assert max(worst(found, enclosure) for found in evaluations(*case, masked)) <= 1
+    assert max(worst(found, error_bound) for found in evaluations(*case, masked)) <= 1
 
 
 @pytest.mark.parametrize("slots", [8, 128])
@@ -217,9 +217,9 @@ def test_the_radius_is_within_a_hundred_times_of_what_is_observed(slots: int) ->
     case = draw("gaussian", 200, slots, seed=5)
     masked = torch.zeros(case[0].shape, dtype=torch.bool)
 
-    enclosure = enclose(case)
+    error_bound = enclose(case)
 
-    assert max(worst(found, enclosure) for found in evaluations(*case, masked)) >= 0.01
+    assert max(worst(found, error_bound) for found in evaluations(*case, masked)) >= 0.01
 
 
 def _fault(name: str, kv: Tensor, score: Tensor, ape: Tensor) -> Tensor:
@@ -274,10 +274,10 @@ def test_a_fault_leaves_the_radius_in_every_row(fault: str, slots: int, scale: f
     sound, wrong = _fault("none", *case), _fault(fault, *case)
     assert not torch.equal(sound, wrong)
 
-    enclosure = enclose(case)
-    error = (wrong.to(torch.float64) - enclosure.value).abs() / enclosure.delta
+    error_bound = enclose(case)
+    error = (wrong.to(torch.float64) - error_bound.value).abs() / error_bound.delta
 
-    assert worst(sound, enclosure) <= 1
+    assert worst(sound, error_bound) <= 1
     assert bool((error.amax(1) > 5).all())
 
 
@@ -294,10 +294,10 @@ def test_rows_do_not_depend_on_the_rows_around_them() -> None:
 def test_logits_without_resolution_stay_in_the_hull_of_their_values() -> None:
     kv, score, ape = draw("gaussian", 8, 8, seed=1)
 
-    enclosure = enclose((kv, 1e9 * score, ape))
+    error_bound = enclose((kv, 1e9 * score, ape))
 
-    hull = (kv.to(torch.float64) - enclosure.value.unsqueeze(1)).abs().amax(1)
-    assert bool((enclosure.delta <= 1.1 * hull + 1e-4).all())
+    hull = (kv.to(torch.float64) - error_bound.value.unsqueeze(1)).abs().amax(1)
+    assert bool((error_bound.delta <= 1.1 * hull + 1e-4).all())
 
 
 def test_no_windows_give_no_rows() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from needlepoint.reference.norm import layer_norm
-from needlepoint.verify.numerics.error_bound import Enclosure, exact
+from needlepoint.verify.numerics.error_bound import ErrorBound, exact
 from needlepoint.verify.numerics.error_bound_tokens import layer_normed
 
 EPS = 1e-6
@@ -35,9 +35,9 @@ def parameters() -> tuple[Tensor, Tensor]:
     return 1 + 0.2 * torch.randn(128, generator=g), 0.2 * torch.randn(128, generator=g)
 
 
-def worst(found: Tensor, enclosure: Enclosure) -> float:
-    error = (found.to(torch.float64) - enclosure.value).abs()
-    return float(torch.where(error == 0, 0.0, error / enclosure.delta).max())
+def worst(found: Tensor, error_bound: ErrorBound) -> float:
+    error = (found.to(torch.float64) - error_bound.value).abs()
+    return float(torch.where(error == 0, 0.0, error / error_bound.delta).max())
 
 
 def in_sequence(x: Tensor) -> Tensor:
@@ -72,19 +72,19 @@ def by_hand(x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
 @pytest.mark.parametrize("kind", ["gaussian", "offset", "outlier", "small", "constant"])
 def test_no_evaluation_leaves_the_radius(kind: str) -> None:
     x, (weight, bias) = draw(kind), parameters()
-    enclosure = layer_normed(exact(x), weight, bias, EPS)
+    error_bound = layer_normed(exact(x), weight, bias, EPS)
 
-    assert torch.equal(enclosure.value, layer_norm(x.double(), weight, bias, EPS))
+    assert torch.equal(error_bound.value, layer_norm(x.double(), weight, bias, EPS))
     library = torch.nn.functional.layer_norm(x, (128,), weight, bias, EPS)
     for found in (library, *(by_hand(x, total) for total in SUMS)):
-        assert worst(found, enclosure) <= 1
+        assert worst(found, error_bound) <= 1
 
 
 def test_the_radius_is_sharp() -> None:
     x, (weight, bias) = draw("gaussian"), parameters()
-    enclosure = layer_normed(exact(x), weight, bias, EPS)
+    error_bound = layer_normed(exact(x), weight, bias, EPS)
 
-    seen = max(worst(by_hand(x, total), enclosure) for total in (*SUMS, in_sequence))
+    seen = max(worst(by_hand(x, total), error_bound) for total in (*SUMS, in_sequence))
     assert 0.01 < seen <= 1
 
 
@@ -92,10 +92,10 @@ def test_it_carries_the_radius_of_its_input() -> None:
     x, (weight, bias) = draw("gaussian").double(), parameters()
     g = torch.Generator().manual_seed(3)
     delta = 1e-3 * torch.rand(x.shape, generator=g, dtype=torch.float64)
-    enclosure = layer_normed(Enclosure(x, delta), weight, bias, EPS)
+    error_bound = layer_normed(ErrorBound(x, delta), weight, bias, EPS)
 
     for push in (delta, -delta, delta * x.sign(), -delta * x.sign()):
-        assert worst(layer_norm(x + push, weight, bias, EPS), enclosure) <= 1
+        assert worst(layer_norm(x + push, weight, bias, EPS), error_bound) <= 1
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_it_carries_the_radius_of_its_input() -> None:
 )
 def test_a_wrong_norm_leaves_the_radius(fault: str) -> None:
     x, (weight, bias) = draw("gaussian") * 0.01 + 0.01, parameters()
-    enclosure = layer_normed(exact(x), weight, bias, EPS)
+    error_bound = layer_normed(exact(x), weight, bias, EPS)
     mean, variance = x.mean(1, keepdim=True), x.var(1, keepdim=True, unbiased=False)
     inverse = (variance + EPS).rsqrt()
     wrong = {
@@ -115,6 +115,6 @@ def test_a_wrong_norm_leaves_the_radius(fault: str) -> None:
         "n-1": (x - mean) * (x.var(1, keepdim=True) + EPS).rsqrt() * weight + bias,
     }[fault]
 
-    error = (wrong.double() - enclosure.value).abs() / enclosure.delta
+    error = (wrong.double() - error_bound.value).abs() / error_bound.delta
 
     assert bool((error.amax(1) > 20).all())

@@ -1,6 +1,6 @@
 """Where a layer is judged: on the CPU, or on a card that does the reference's arithmetic faster.
 
-Reference, enclosures and comparisons are plain torch without a device of their own. Here the
+Reference, error bounds and comparisons are plain torch without a device of their own. Here the
 tensors of a layer go to the device, factories make theirs there, and what was found comes back.
 Candidates never see it: what they are given and what they return lies in CPU memory.
 """

@@ -18,7 +18,7 @@ BUDGET_BYTES = 96 << 20
 _BYTES_A_SCORE = 160
 """Scores, bounds, masks and their selection copies that are live at once, per query and entry."""
 _BYTES_A_VALUE = 64
-"""Enclosures and comparison copies that are live at once, per element of a query."""
+"""Error bounds and comparison copies that are live at once, per element of a query."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from needlepoint.reference.profile import Precision
 from needlepoint.verify.base.stages import INPUT, PROJECTED
 from needlepoint.verify.diff.byte_compare import equal_rows
 from needlepoint.verify.numerics.compare import compare_dense
-from needlepoint.verify.numerics.error_bound import Enclosure
+from needlepoint.verify.numerics.error_bound import ErrorBound
 from needlepoint.verify.numerics.error_model import PROJECTION, U
 from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
 from needlepoint.verify.recording.layer import layer_record
@@ -144,7 +144,7 @@ def dumped_projection(own: Tensor, meant: Tensor, width: int, latent: float = 0.
     rms = value.square().mean(1, keepdim=True).sqrt()
     delta = ((PROJECTION.value * U * width + latent) * rms).expand_as(value)
     short = torch.equal(own.to(torch.bfloat16).to(own.dtype), own)
-    return compare_dense(own, Enclosure(value, delta), Precision.BF16 if short else Precision.FP32)
+    return compare_dense(own, ErrorBound(value, delta), Precision.BF16 if short else Precision.FP32)
 
 
 def _dumped_errors(pair: LayerPair, brought: frozenset[StageKey]) -> dict[StageKey, StageErrors]:

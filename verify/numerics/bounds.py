@@ -30,7 +30,7 @@ from needlepoint.reference.formats import (
     encode,
 )
 from needlepoint.reference.profile import Accumulator, Arithmetic, Precision
-from needlepoint.verify.numerics.error_bound import Enclosure, rounding
+from needlepoint.verify.numerics.error_bound import ErrorBound, rounding
 from needlepoint.verify.numerics.error_model import ACCUMULATORS, BF16_STEP, DIVISION, SCORE_TINY, U
 from needlepoint.verify.numerics.scales import admissible_scales, in_blocks
 
@@ -40,7 +40,7 @@ _SUMS = 1.0 + 2.0**-10
 """Pays for evaluating the bound itself in fp32: sums of at most a few hundred positive terms."""
 
 
-def stored_enclosure(row: Enclosure, fmt: Format) -> Enclosure:
+def stored_error_bound(row: ErrorBound, fmt: Format) -> ErrorBound:
     """Enclose what a store may hold: the reference's stored values and the steps left open.
 
     Parameters
@@ -52,7 +52,7 @@ def stored_enclosure(row: Enclosure, fmt: Format) -> Enclosure:
 
     Returns
     -------
-    Enclosure
+    ErrorBound
         float64 [..., n]: decoded reference rows, and the largest distance to the decoded value of
         an admissible row, over every admissible scale.
     """
@@ -69,7 +69,7 @@ def stored_enclosure(row: Enclosure, fmt: Format) -> Enclosure:
         open_blocks = (scales.low < scales.high).nonzero(as_tuple=True)
         value, delta, held, low, high = (x[open_blocks] for x in (value, delta, held, low, high))
         reach[open_blocks] = _reach_of_powers(value, delta, held, low, high, fmt)
-        return Enclosure(stored, reach.flatten(-2))
+        return ErrorBound(stored, reach.flatten(-2))
     # A plain scale moves in its last bits only: that shifts quotients, and codes near a midpoint.
     spread = torch.where(middle > 0, torch.maximum(high - middle, middle - low) / middle, 1.0)
     settled = spread < 0.25
@@ -79,7 +79,7 @@ def stored_enclosure(row: Enclosure, fmt: Format) -> Enclosure:
     reach = reach + (held.abs() + reach) * spread
     # Where the radius is as large as the block itself, any scale goes: a code is at most 2 |x|.
     anything = held.abs() + 2 * (value.abs() + delta)
-    return Enclosure(stored, torch.where(settled, reach, anything).flatten(-2))
+    return ErrorBound(stored, torch.where(settled, reach, anything).flatten(-2))
 
 
 def _reach_of_powers(
@@ -122,7 +122,7 @@ class ScoreBound:
     @classmethod
     def of_keys(
         cls,
-        keys: Enclosure,
+        keys: ErrorBound,
         arithmetic: Arithmetic | None = None,
         compute: torch.dtype = torch.float64,
     ) -> ScoreBound:
@@ -132,7 +132,7 @@ class ScoreBound:
         ----------
         keys
             [keys, d]: ``exact`` of the candidate's decoded rows for a local comparison,
-            :func:`stored_enclosure` for an accumulated one.
+            :func:`stored_error_bound` for an accumulated one.
         arithmetic
             Profile: its ``accumulator`` is paid for, and each of ``dot``, ``weighted`` and
             ``head_sum`` that rounds to bf16 adds a step. None for a chain in fp32.
@@ -149,7 +149,7 @@ class ScoreBound:
         return cls(right.to(torch.float32).contiguous(), lost)
 
     def of_queries(
-        self, query: Enclosure, weights: Enclosure, columns: int | None = None
+        self, query: ErrorBound, weights: ErrorBound, columns: int | None = None
     ) -> Tensor:
         """Return the bound of each score.
 

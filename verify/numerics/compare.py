@@ -17,7 +17,7 @@ from torch import Tensor
 from needlepoint.reference.formats import BF16, round_to_bf16, rounding_cell
 from needlepoint.reference.profile import Precision
 from needlepoint.reference.rounding import round_to
-from needlepoint.verify.numerics.error_bound import Enclosure
+from needlepoint.verify.numerics.error_bound import ErrorBound
 from needlepoint.verify.numerics.row_errors import RowErrors, row_blocks, worst_of
 from needlepoint.verify.numerics.scales import in_units
 from needlepoint.verify.numerics.tally import (
@@ -36,7 +36,7 @@ _NO_DISTANCE = 1 << 32
 
 
 def compare_dense(
-    candidate: Tensor, reference: Enclosure, precision: Precision = Precision.FP32
+    candidate: Tensor, reference: ErrorBound, precision: Precision = Precision.FP32
 ) -> RowErrors:
     """Compare rows of unscaled numbers.
 
@@ -62,7 +62,7 @@ def compare_dense(
     """
     check_comparable(candidate, reference)
     found = candidate.flatten(1)
-    expected = Enclosure(reference.value.flatten(1), reference.delta.flatten(1))
+    expected = ErrorBound(reference.value.flatten(1), reference.delta.flatten(1))
     compare = _rounded_rows if precision is Precision.BF16 else _plain_rows
     return RowErrors.concatenate(
         [compare(found[rows], expected.rows(rows)) for rows in row_blocks(*found.shape)]
@@ -134,7 +134,7 @@ def compare_masked_scores(
     return RowErrors.concatenate(parts)
 
 
-def check_comparable(candidate: Tensor, reference: Enclosure) -> None:
+def check_comparable(candidate: Tensor, reference: ErrorBound) -> None:
     """Raise ``ValueError`` unless the two have one shape, elements, and a finite reference."""
     if candidate.shape != reference.value.shape or candidate.dim() < 2 or not candidate.numel():
         raise ValueError(
@@ -171,14 +171,14 @@ def _ordered(x: Tensor, drop: int) -> Tensor:
     return torch.where(bits < 0, -magnitude, magnitude)
 
 
-def _plain_rows(candidate: Tensor, expected: Enclosure) -> RowErrors:
+def _plain_rows(candidate: Tensor, expected: ErrorBound) -> RowErrors:
     found, value, delta = candidate.to(torch.float64), expected.value, expected.delta
     ratio = in_units((found - value).abs(), delta)
     tally = plain_tally(found, value, delta, fp32=candidate.dtype == torch.float32)
     return worst_of(ratio, found, value, ulps_apart(found, value, drop=0), tally)
 
 
-def _rounded_rows(candidate: Tensor, expected: Enclosure) -> RowErrors:
+def _rounded_rows(candidate: Tensor, expected: ErrorBound) -> RowErrors:
     found = candidate.to(torch.float64)
     held = round_to_bf16(found)
     lower, upper = rounding_cell(held, BF16)

@@ -26,7 +26,7 @@ from needlepoint.reference.formats import (
 )
 from needlepoint.reference.profile import Precision
 from needlepoint.verify.numerics.compare import check_comparable, compare_dense, settle_ties
-from needlepoint.verify.numerics.error_bound import Enclosure, rounding
+from needlepoint.verify.numerics.error_bound import ErrorBound, rounding
 from needlepoint.verify.numerics.error_model import DIVISION, U
 from needlepoint.verify.numerics.row_errors import RowErrors, row_blocks, worst_of
 from needlepoint.verify.numerics.scales import (
@@ -44,7 +44,7 @@ _BITS = {"e4m3": 4, "e2m1": 2}
 _CODECS = {"e4m3": (e4m3_encode, e4m3_decode, 0x80), "e2m1": (e2m1_encode, e2m1_decode, 0x8)}
 
 
-def compare_encoded(candidate: Encoded, reference: Enclosure, fmt: Format) -> RowErrors:
+def compare_encoded(candidate: Encoded, reference: ErrorBound, fmt: Format) -> RowErrors:
     """Compare stored rows: scales against the admissible range, codes under the candidate's scale.
 
     Parameters
@@ -80,7 +80,7 @@ def compare_encoded(candidate: Encoded, reference: Enclosure, fmt: Format) -> Ro
         )
     # Blocks divide the last axis, so a row may be laid out flat, the heads of a query in turn.
     flat, steps = codes.flatten(1), stored_scales(scales, fmt).flatten(1)
-    row = Enclosure(reference.value.flatten(1), reference.delta.flatten(1))
+    row = ErrorBound(reference.value.flatten(1), reference.delta.flatten(1))
     return RowErrors.concatenate(
         [
             _compare_block(flat[rows], steps[rows], row.rows(rows), fmt)
@@ -89,7 +89,7 @@ def compare_encoded(candidate: Encoded, reference: Enclosure, fmt: Format) -> Ro
     )
 
 
-def _compare_block(codes: Tensor, scales: Tensor, reference: Enclosure, fmt: Format) -> RowErrors:
+def _compare_block(codes: Tensor, scales: Tensor, reference: ErrorBound, fmt: Format) -> RowErrors:
     if fmt.pre_round_bf16:
         reference = rounding(reference, Precision.BF16)
     encode_element, decode_element, sign = _CODECS[fmt.element]
@@ -124,7 +124,7 @@ class _ScaleRows:
     found: Tensor
 
 
-def _scale_rows(scales: Tensor, reference: Enclosure, fmt: Format) -> _ScaleRows:
+def _scale_rows(scales: Tensor, reference: ErrorBound, fmt: Format) -> _ScaleRows:
     admissible = admissible_scales(reference, fmt)
     ratio = scale_errors(scales, admissible, fmt)
     block = ratio.argmax(1, keepdim=True)

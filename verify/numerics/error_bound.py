@@ -1,4 +1,4 @@
-"""Enclosures: the reference value of a stage and how far an admissible candidate may be from it.
+"""Error bounds: the reference value of a stage and how far an admissible candidate may be from it.
 
 A stage of the reference is a float64 value ``r``, not yet rounded. A candidate works in fp32, in
 whatever order its hardware likes, so before it rounds it holds some number within ``delta`` of
@@ -42,7 +42,7 @@ _SECOND_ORDER = 1.0 + 2.0**-10
 
 
 @dataclass(frozen=True)
-class Enclosure:
+class ErrorBound:
     """A float64 value and a radius of the same shape.
 
     Attributes
@@ -60,27 +60,27 @@ class Enclosure:
     def __post_init__(self) -> None:
         if self.value.shape != self.delta.shape:
             raise ValueError(
-                f"enclosure: value {tuple(self.value.shape)} with radius "
+                f"error bound: value {tuple(self.value.shape)} with radius "
                 f"{tuple(self.delta.shape)}, expected one radius for each value"
             )
 
-    def rows(self, rows: slice) -> Enclosure:
-        """Return the enclosure of some rows (first axis)."""
-        return Enclosure(self.value[rows], self.delta[rows])
+    def rows(self, rows: slice) -> ErrorBound:
+        """Return the error bound of some rows (first axis)."""
+        return ErrorBound(self.value[rows], self.delta[rows])
 
-    def dims(self, dims: slice) -> Enclosure:
-        """Return the enclosure of some dims (last axis)."""
-        return Enclosure(self.value[..., dims], self.delta[..., dims])
+    def dims(self, dims: slice) -> ErrorBound:
+        """Return the error bound of some dims (last axis)."""
+        return ErrorBound(self.value[..., dims], self.delta[..., dims])
 
 
-def exact(value: Tensor) -> Enclosure:
-    """Return the enclosure of observed numbers: float64 of ``value``, radius 0."""
+def exact(value: Tensor) -> ErrorBound:
+    """Return the error bound of observed numbers: float64 of ``value``, radius 0."""
     wide = value.to(torch.float64)
-    return Enclosure(wide, torch.zeros_like(wide))
+    return ErrorBound(wide, torch.zeros_like(wide))
 
 
-def rounding(enclosure: Enclosure, precision: Precision) -> Enclosure:
-    """Return the enclosure after a rounding point.
+def rounding(error_bound: ErrorBound, precision: Precision) -> ErrorBound:
+    """Return the error bound after a rounding point.
 
     Rounding to bf16 is judged as a step: where all of ``value ± delta`` rounds to one number the
     radius becomes 0, and where a boundary lies inside, it becomes the step that is left open. fp32
@@ -88,20 +88,20 @@ def rounding(enclosure: Enclosure, precision: Precision) -> Enclosure:
 
     Parameters
     ----------
-    enclosure
+    error_bound
         Any shape.
     precision
         Precision of the rounding point.
     """
     if precision is not Precision.BF16:
-        return enclosure
-    value = round_to(enclosure.value, precision)
-    above = round_to(enclosure.value + enclosure.delta, precision)
-    below = round_to(enclosure.value - enclosure.delta, precision)
-    return Enclosure(value, torch.maximum(above - value, value - below))
+        return error_bound
+    value = round_to(error_bound.value, precision)
+    above = round_to(error_bound.value + error_bound.delta, precision)
+    below = round_to(error_bound.value - error_bound.delta, precision)
+    return ErrorBound(value, torch.maximum(above - value, value - below))
 
 
-def projected(x: Tensor, weight: Tensor) -> Enclosure:
+def projected(x: Tensor, weight: Tensor) -> ErrorBound:
     """Enclose a projection that the candidate computes itself.
 
     Parameters
@@ -113,16 +113,16 @@ def projected(x: Tensor, weight: Tensor) -> Enclosure:
 
     Returns
     -------
-    Enclosure
+    ErrorBound
         [rows, outputs]; radius ``8 U sqrt(n) sum |x w|``.
     """
     wide, columns = x.to(torch.float64), weight.to(torch.float64).T
     magnitude = wide.abs() @ columns.abs()
     growth = PROJECTION.value * U * max(1.0, wide.shape[-1] ** 0.5)
-    return Enclosure(wide @ columns, growth * magnitude + TINY * wide.shape[-1])
+    return ErrorBound(wide @ columns, growth * magnitude + TINY * wide.shape[-1])
 
 
-def normed(row: Enclosure, weight: Tensor, eps: float) -> Enclosure:
+def normed(row: ErrorBound, weight: Tensor, eps: float) -> ErrorBound:
     """Enclose RMSNorm, ``x w / sqrt(mean x^2 + eps)``.
 
     The mean square is enclosed first, ends and all, and its reciprocal root read off at both ends.
@@ -156,15 +156,15 @@ def normed(row: Enclosure, weight: Tensor, eps: float) -> Enclosure:
     value = rms_norm(x, weight, eps)
     own = value.abs() * (spread + (RSQRT.value + SCALING.value) * U)
     carried = delta * scale.abs() * inverse * (1 + spread)
-    return Enclosure(value, (own + carried) * _SECOND_ORDER + 2 * TINY)
+    return ErrorBound(value, (own + carried) * _SECOND_ORDER + 2 * TINY)
 
 
 def roped(
-    row: Enclosure,
+    row: ErrorBound,
     table: Tensor,
     table_error: float = 0.0,
     layout: RopeLayout = RopeLayout.TRAILING_PAIRS,
-) -> Enclosure:
+) -> ErrorBound:
     """Enclose RoPE on ``2 * pairs`` dims.
 
     Parameters
@@ -179,7 +179,7 @@ def roped(
         Which dims are rotated.
     """
     pairs = table.shape[-2]
-    row = Enclosure(*(in_pairs(part, layout, pairs) for part in (row.value, row.delta)))
+    row = ErrorBound(*(in_pairs(part, layout, pairs) for part in (row.value, row.delta)))
     value = apply_rope(row.value, table)
     cos, sin = table[..., 0].abs(), table[..., 1].abs()
     split = row.value.shape[-1] - 2 * pairs
@@ -192,10 +192,10 @@ def roped(
     turned = torch.stack((even, odd), dim=-1) * _SECOND_ORDER + 2 * TINY
     turned = turned + table_error * magnitude.sum(-1, keepdim=True)
     delta = torch.cat((row.delta[..., :split], turned.flatten(-2)), dim=-1)
-    return Enclosure(*(from_pairs(part, layout, pairs) for part in (value, delta)))
+    return ErrorBound(*(from_pairs(part, layout, pairs) for part in (value, delta)))
 
 
-def rotated(row: Enclosure) -> Enclosure:
+def rotated(row: ErrorBound) -> ErrorBound:
     """Enclose the 128-point Hadamard rotation of the last axis.
 
     Every output is a signed sum of all inputs, so all dims of a row share the sum of the radii.
@@ -211,10 +211,10 @@ def rotated(row: Enclosure) -> Enclosure:
     magnitude = row.value.abs().sum(-1, keepdim=True) + total
     shared = (total + HADAMARD_SUM.value * U * magnitude) * size**-0.5
     delta = (shared + HADAMARD_FACTOR.value * U * value.abs()) * _SECOND_ORDER + size * TINY
-    return Enclosure(value, delta)
+    return ErrorBound(value, delta)
 
 
-def weights(projection: Tensor, scale: float) -> Enclosure:
+def weights(projection: Tensor, scale: float) -> ErrorBound:
     """Enclose the head weights, projection times ``scale``, after unfolding a query scale.
 
     Parameters
@@ -225,15 +225,15 @@ def weights(projection: Tensor, scale: float) -> Enclosure:
         ``index_head_dim**-0.5 * index_n_heads**-0.5``.
     """
     value = projection.to(torch.float64) * scale
-    return Enclosure(value, HEAD_WEIGHT.value * U * value.abs() + TINY)
+    return ErrorBound(value, HEAD_WEIGHT.value * U * value.abs() + TINY)
 
 
 def query_rotated(
-    query: Enclosure,
+    query: ErrorBound,
     table: Tensor,
     arithmetic: Arithmetic,
     layout: RopeLayout = RopeLayout.TRAILING_PAIRS,
-) -> Enclosure:
+) -> ErrorBound:
     """Enclose the query as it goes into its store: RoPE, Hadamard, and the profile's roundings.
 
     Parameters

@@ -1,4 +1,4 @@
-"""From one stage of a key row to the last stage before the store, enclosure by enclosure."""
+"""From one stage of a key row to the last stage before the store, error bound by error bound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from needlepoint.reference.formats.names import RopeLayout
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.verify.base.stages import NORMED, POOLED, ROPED, ROTATED
-from needlepoint.verify.numerics.error_bound import Enclosure, normed, roped, rotated, rounding
+from needlepoint.verify.numerics.error_bound import ErrorBound, normed, roped, rotated, rounding
 from needlepoint.verify.numerics.error_bound_tokens import layer_normed
 
 
@@ -46,7 +46,7 @@ class KeyPath:
     layout: RopeLayout = RopeLayout.TRAILING_PAIRS
 
 
-def key_chain(stage: str, row: Enclosure, path: KeyPath) -> Mapping[str, Enclosure]:
+def key_chain(stage: str, row: ErrorBound, path: KeyPath) -> Mapping[str, ErrorBound]:
     """Push a row from one stage to the last stage before the store.
 
     Parameters
@@ -62,7 +62,7 @@ def key_chain(stage: str, row: Enclosure, path: KeyPath) -> Mapping[str, Enclosu
     Returns
     -------
     Mapping
-        Stage to enclosure *before* that stage's rounding point, from ``stage`` on. Apply
+        Stage to error bound *before* that stage's rounding point, from ``stage`` on. Apply
         :func:`rounding` to the last one to get what the store receives.
 
     Raises
@@ -100,7 +100,7 @@ def precision_of(stage: str, arithmetic: Arithmetic) -> Precision:
     return points[stage]
 
 
-def _advance(stage: str, row: Enclosure, path: KeyPath) -> Enclosure:
+def _advance(stage: str, row: ErrorBound, path: KeyPath) -> ErrorBound:
     if stage == NORMED and path.norm_bias is not None:
         return layer_normed(row, path.norm_weight, path.norm_bias, path.eps)
     if stage == NORMED:

@@ -1,4 +1,4 @@
-"""Enclosure of the pooled row: a softmax over the slots of a window, per channel, in fp32.
+"""ErrorBound of the pooled row: a softmax over the slots of a window, per channel, in fp32.
 
 With ``s_j`` the logit of slot ``j`` and ``p_j`` its weight, an error ``theta_j`` of the logarithm
 of weight ``j`` moves the pooled value by ``sum p_j theta_j (kv_j - pooled)``: a common error
@@ -14,7 +14,7 @@ from torch import Tensor
 from needlepoint.reference.compressor import Taps, pool, rounds_inside
 from needlepoint.reference.parallel import sized
 from needlepoint.reference.profile import Arithmetic
-from needlepoint.verify.numerics.error_bound import Enclosure, rounding
+from needlepoint.verify.numerics.error_bound import ErrorBound, rounding
 from needlepoint.verify.numerics.error_model import EXP, LOGIT, QUOTIENT, RESCALES, SPAN, TINY, U
 
 _BLOCK_ELEMENTS, _CARD_ELEMENTS = 1 << 20, 1 << 26
@@ -46,7 +46,7 @@ def slot_ape(ape: Tensor, ratio: int) -> Tensor:
     return torch.cat((wide[:, :half], wide[:, half:]))
 
 
-def pooled(taps: Taps, ape: Tensor, arithmetic: Arithmetic | None = None) -> Enclosure:
+def pooled(taps: Taps, ape: Tensor, arithmetic: Arithmetic | None = None) -> ErrorBound:
     """Enclose the pooled rows of given taps.
 
     Parameters
@@ -62,7 +62,7 @@ def pooled(taps: Taps, ape: Tensor, arithmetic: Arithmetic | None = None) -> Enc
 
     Returns
     -------
-    Enclosure
+    ErrorBound
         [rows, d], sound for every order of the sums and for online softmax, with logits up to
         ``2**22`` as the specification demands.
 
@@ -84,7 +84,7 @@ def pooled(taps: Taps, ape: Tensor, arithmetic: Arithmetic | None = None) -> Enc
             _rounded(taps.kv[i : i + step], taps.logits[i : i + step], magnitude, arithmetic)
             for i in range(0, rows, step)
         ]
-        return Enclosure(
+        return ErrorBound(
             torch.cat([part.value for part in found]), torch.cat([part.delta for part in found])
         )
     value = pool(taps)
@@ -92,7 +92,7 @@ def pooled(taps: Taps, ape: Tensor, arithmetic: Arithmetic | None = None) -> Enc
         _radius(taps.kv[i : i + step], taps.logits[i : i + step], value[i : i + step], magnitude)
         for i in range(0, rows, step)
     ]
-    return Enclosure(value, torch.cat(parts) if parts else torch.zeros_like(value))
+    return ErrorBound(value, torch.cat(parts) if parts else torch.zeros_like(value))
 
 
 def _weights(logits: Tensor, ape: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +108,7 @@ def _weights(logits: Tensor, ape: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weight, growth, rescales
 
 
-def _rounded(kv: Tensor, logits: Tensor, ape: Tensor, arithmetic: Arithmetic) -> Enclosure:
+def _rounded(kv: Tensor, logits: Tensor, ape: Tensor, arithmetic: Arithmetic) -> ErrorBound:
     """Enclose a pooling that rounds its normalised weights, or their products, to bf16."""
     slots = kv.shape[1]
     weight, growth, rescales = _weights(logits, ape)
@@ -118,12 +118,12 @@ def _rounded(kv: Tensor, logits: Tensor, ape: Tensor, arithmetic: Arithmetic) ->
     # Logits that fp32 cannot resolve leave any weight possible.
     moved = torch.where(total < 0.5, moved * _SECOND_ORDER + TINY, 1.0)
     moved = torch.where(torch.isinf(logits), 0.0, moved)
-    held = rounding(Enclosure(weight, moved), arithmetic.pool_weights)
+    held = rounding(ErrorBound(weight, moved), arithmetic.pool_weights)
     product = held.value * kv
     lost = held.delta * kv.abs() + U * product.abs() + TINY
-    terms = rounding(Enclosure(product, lost), arithmetic.pool_terms)
+    terms = rounding(ErrorBound(product, lost), arithmetic.pool_terms)
     reach = (terms.value.abs() + terms.delta).sum(1)
-    return Enclosure(terms.value.sum(1), terms.delta.sum(1) + slots * (U * reach + TINY))
+    return ErrorBound(terms.value.sum(1), terms.delta.sum(1) + slots * (U * reach + TINY))
 
 
 def _radius(kv: Tensor, logits: Tensor, value: Tensor, ape: Tensor) -> Tensor:

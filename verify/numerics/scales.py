@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from needlepoint.reference.formats import Format, ScaleKind, block_scales, scale_values
-from needlepoint.verify.numerics.error_bound import Enclosure
+from needlepoint.verify.numerics.error_bound import ErrorBound
 from needlepoint.verify.numerics.error_model import DIVISION, U
 
 
@@ -40,7 +40,7 @@ class ScaleRange:
     amax_delta: Tensor
 
 
-def admissible_scales(row: Enclosure, fmt: Format) -> ScaleRange:
+def admissible_scales(row: ErrorBound, fmt: Format) -> ScaleRange:
     """Return the scales that some admissible amax gives.
 
     Parameters

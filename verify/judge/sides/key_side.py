@@ -20,10 +20,10 @@ from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.reference.rope import table_as
 from needlepoint.verify.base.stages import NORMED, POOLED, ROPED, ROTATED, STORED
 from needlepoint.verify.layout.stored_rows import StoredRows, replayable
-from needlepoint.verify.numerics.bounds import stored_enclosure
+from needlepoint.verify.numerics.bounds import stored_error_bound
 from needlepoint.verify.numerics.compare import compare_dense
 from needlepoint.verify.numerics.compare_codes import compare_encoded
-from needlepoint.verify.numerics.error_bound import Enclosure, exact, rounding
+from needlepoint.verify.numerics.error_bound import ErrorBound, exact, rounding
 from needlepoint.verify.numerics.error_bound_chain import KeyPath, key_chain, precision_of
 from needlepoint.verify.numerics.error_bound_pooled import pooled, slot_ape
 from needlepoint.verify.numerics.error_model import LEAN, U
@@ -48,13 +48,13 @@ class KeyReference:
     chain
         Weights, table and profile behind ``pooled``.
     stages
-        Stage to enclosure before that stage's rounding point. ``pooled`` is not among them where
+        Stage to error bound before that stage's rounding point. ``pooled`` is not among them where
         nothing is pooled (ratio 1).
     """
 
     path: str
     chain: KeyPath
-    stages: Mapping[str, Enclosure]
+    stages: Mapping[str, ErrorBound]
 
     @property
     def last(self) -> str:
@@ -67,11 +67,11 @@ class KeyReference:
         return replace(self, chain=chain, stages={k: e.rows(rows) for k, e in self.stages.items()})
 
     @property
-    def to_store(self) -> Enclosure:
+    def to_store(self) -> ErrorBound:
         """What the store receives."""
         return self.entering_store(self.stages)
 
-    def entering_store(self, stages: Mapping[str, Enclosure]) -> Enclosure:
+    def entering_store(self, stages: Mapping[str, ErrorBound]) -> ErrorBound:
         """Return what the store receives at the end of a chain."""
         return rounding(stages[self.last], precision_of(self.last, self.chain.arithmetic))
 
@@ -200,13 +200,13 @@ def reference_rows(reference: KeyReference) -> Tensor:
     """Return the rows that the profile's reference stores, decoded: float64 ``[entries, d]``."""
     row, arithmetic = reference.to_store, reference.chain.arithmetic
     if reference.path == INDEX:
-        return stored_enclosure(row, arithmetic.index_key).value
-    nope = stored_enclosure(row.dims(NOPE), arithmetic.main_nope).value
+        return stored_error_bound(row, arithmetic.index_key).value
+    nope = stored_error_bound(row.dims(NOPE), arithmetic.main_nope).value
     rope = rounding(row.dims(ROPE), arithmetic.main_rope).value
     return torch.cat((nope, rope), dim=-1)
 
 
-def _compare_stored(stored: StoredRows, row: Enclosure, reference: KeyReference) -> RowErrors:
+def _compare_stored(stored: StoredRows, row: ErrorBound, reference: KeyReference) -> RowErrors:
     arithmetic = reference.chain.arithmetic
     if reference.path == INDEX:
         stored.require(arithmetic.index_key)
@@ -219,9 +219,11 @@ def _compare_stored(stored: StoredRows, row: Enclosure, reference: KeyReference)
     return nope.join(rope, first_dim=NOPE.stop)
 
 
-def _pooled_rows(given: CompressorInputs, inputs: LayerInputs, arithmetic: Arithmetic) -> Enclosure:
+def _pooled_rows(
+    given: CompressorInputs, inputs: LayerInputs, arithmetic: Arithmetic
+) -> ErrorBound:
     by_slot = slot_ape(given.ape, inputs.ratio)
-    parts: list[Enclosure] = []
+    parts: list[ErrorBound] = []
     first = 0
     for length in inputs.lengths:
         state = CompressorState(inputs.ratio, given.kv.shape[1], arithmetic)
@@ -232,6 +234,6 @@ def _pooled_rows(given: CompressorInputs, inputs: LayerInputs, arithmetic: Arith
             state.append(kv, score, given.ape)
             parts.append(pooled(taps, by_slot, arithmetic))
         first += length
-    return Enclosure(
+    return ErrorBound(
         torch.cat([part.value for part in parts]), torch.cat([part.delta for part in parts])
     )

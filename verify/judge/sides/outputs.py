@@ -1,4 +1,4 @@
-"""Judge what was observed in one layer by its profile, without a model: enclosures and picks only.
+"""Judge what one layer returned by its profile, without a model: error bounds and picks only.
 
 Everything the reference needs is in the given tensors. A recording is judged this way; a run with a
 model adds contracts and attention around the same pieces (``layer_run.py``).

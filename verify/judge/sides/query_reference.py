@@ -15,9 +15,9 @@ from needlepoint.verify.base.rows import Rows
 from needlepoint.verify.base.stage_blocks import Block
 from needlepoint.verify.judge.last_block import LastBlock
 from needlepoint.verify.judge.sides.key_side import KeyReference, given_table
-from needlepoint.verify.numerics.bounds import ScoreBound, stored_enclosure
+from needlepoint.verify.numerics.bounds import ScoreBound, stored_error_bound
 from needlepoint.verify.numerics.error_bound import (
-    Enclosure,
+    ErrorBound,
     exact,
     query_rotated,
     rounding,
@@ -44,9 +44,9 @@ class ReferenceBlock:
         int32 ``[queries, k]``.
     """
 
-    query: Enclosure
-    stored: Enclosure
-    weights: Enclosure
+    query: ErrorBound
+    stored: ErrorBound
+    weights: ErrorBound
     scores: Tensor
     bound: Tensor
     picks: Tensor
@@ -62,21 +62,21 @@ class RotatedQueries:
         self._scale = inputs.weight_scale
         self._table = inputs.rope_table.to(torch.float64)
         self._layout = inputs.index_rope
-        self._kept: LastBlock[Enclosure] = LastBlock()
+        self._kept: LastBlock[ErrorBound] = LastBlock()
 
-    def query(self, block: Block, arithmetic: Arithmetic) -> Enclosure:
+    def query(self, block: Block, arithmetic: Arithmetic) -> ErrorBound:
         """Return what the query store receives."""
         own = arithmetic.of_query
         key = (own.query_input, own.roped, own.rotated, own.hadamard, own.rope_table)
 
-        def rotate() -> Enclosure:
+        def rotate() -> ErrorBound:
             table = given_table(self._table[block.positions].unsqueeze(1), own)
             given = query_inputs(self._given.q[block.rows].to(torch.float64), own)
             return query_rotated(exact(given), table, own, self._layout)
 
         return self._kept.of(block, key, rotate)
 
-    def weights(self, block: Block, arithmetic: Arithmetic) -> Enclosure:
+    def weights(self, block: Block, arithmetic: Arithmetic) -> ErrorBound:
         """Return the head weights before their rounding point."""
         given = self._given.weights[block.rows].to(torch.float64)
         return weights(query_inputs(given, arithmetic), self._scale)
@@ -108,7 +108,7 @@ class QueryReference:
         self._scoring = unrounded_fp32(arithmetic)
         self._queries = queries
         self._k = inputs.topk
-        stored = stored_enclosure(keys.to_store, arithmetic.index_key)
+        stored = stored_error_bound(keys.to_store, arithmetic.index_key)
         counts = Rows(inputs.lengths, inputs.ratio)
         self.keys = [stored.rows(counts.span(r)) for r in range(len(inputs.lengths))]
         self._bounds = [ScoreBound.of_keys(rows, arithmetic) for rows in self.keys]
@@ -116,7 +116,7 @@ class QueryReference:
     def block(self, block: Block) -> ReferenceBlock:
         """Return the reference of one block."""
         query = self._queries.query(block, self.arithmetic)
-        stored = stored_enclosure(query, self.arithmetic.index_query)
+        stored = stored_error_bound(query, self.arithmetic.index_query)
         weight = self._queries.weights(block, self.arithmetic)
         held = rounding(weight, self.arithmetic.weights)
         request = block.request
@@ -126,9 +126,9 @@ class QueryReference:
     def score(
         self,
         block: Block,
-        query: Enclosure,
-        weight: Enclosure,
-        keys: Enclosure,
+        query: ErrorBound,
+        weight: ErrorBound,
+        keys: ErrorBound,
         bound: ScoreBound,
     ) -> tuple[Tensor, Tensor]:
         """Return scores over the block's columns and their bound."""
