@@ -22,14 +22,14 @@ def test_freed_memory_goes_back() -> None:
     for piece in pieces:
         libc.free(piece)
     before = _resident()
-    heap.give_back()
+    heap.trim_malloc()
     assert before - _resident() > 32 << 20
     libc.free(last)
 
 
 def test_other_c_libraries_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "_TRIM", None)
-    heap.give_back()
+    heap.trim_malloc()
 
 
 def _resident() -> int:

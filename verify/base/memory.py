@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 
 
-def give_back() -> None:
+def trim_malloc() -> None:
     """Return freed pages of the heap to the system, where the C library can (glibc)."""
     if _TRIM is not None:
         _TRIM(0)

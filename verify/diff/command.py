@@ -13,7 +13,7 @@ from pathlib import Path
 
 from needlepoint.optimized.protocol.interface import CandidateInfo, StageKey
 from needlepoint.reference.profile import CONTRACTS, Arithmetic
-from needlepoint.verify.base.memory import give_back
+from needlepoint.verify.base.memory import trim_malloc
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.base.stages import ATTENTION, require_declared
 from needlepoint.verify.diff.dump import Dump, is_dump
@@ -104,7 +104,7 @@ def diff(
         outcome.add(part, entry)
         upstream |= moved
         progress.advance()
-        give_back()
+        trim_malloc()
     manifest = right.manifest
     hidden = dict.fromkeys(right.input_name(layer) for layer in chosen)
     source = InputInfo(
@@ -160,7 +160,7 @@ def _diff_dump(
         held |= found.brought
         upstream |= moved
         progress.advance()
-        give_back()
+        trim_malloc()
     if stages is not None:
         require_declared(stages, held, f"dump {dump.path} brings")
     hidden = dict.fromkeys(left.input_name(layer) for layer in chosen)

@@ -22,7 +22,7 @@ from needlepoint.optimized.protocol.interface import (
 )
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import BF16_CONTRACT, Arithmetic
-from needlepoint.verify.base.memory import give_back
+from needlepoint.verify.base.memory import trim_malloc
 from needlepoint.verify.base.placement import CARD_BUDGET_BYTES, CPU, observed_on, on, placed
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.base.stage_blocks import BUDGET_BYTES, Block, query_blocks
@@ -211,7 +211,7 @@ class LayerRun:
                 progress.advance()
             ready = coming
             if number % _HEAP_BLOCKS == 0:
-                give_back()
+                trim_malloc()
 
     def _judge_candidate(self, tally: _Tally, reference: BlockReference) -> None:
         block, prepared = reference.block, reference.profiles[tally.profile.arithmetic]

@@ -2,7 +2,7 @@
 
 A size says how far a row is off; a tally says in which direction, what the rounding of the
 reference itself costs, and how wide the radius is beside the data. ``bias.py`` tests the
-directions, ``vacuity.py`` the widths, ``blame.py`` splits the error.
+directions, ``degenerate.py`` the widths, ``blame.py`` splits the error.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from needlepoint.optimized.protocol.interface import INDEX, MAIN, Candidate, Obs
 from needlepoint.reference.config import ModelConfig
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.reference.weights import LayerWeights
-from needlepoint.verify.base.memory import give_back
+from needlepoint.verify.base.memory import trim_malloc
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.base.workers import Budget, workers
 from needlepoint.verify.inputs.recall_needles import Needle
@@ -159,7 +159,7 @@ def run_prompts(
         with budget.hold(prompt.setting.length):
             for layer, weights in layers.items():
                 _run_layer(prompt, layer, weights, model, candidates, contract, limits, found)
-            give_back()
+            trim_malloc()
         progress.advance()
         return found
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from needlepoint.optimized.protocol.interface import INDEX, LayerInputs, Observed, StageKey
 from needlepoint.reference.profile import Arithmetic
-from needlepoint.verify.base.memory import give_back
+from needlepoint.verify.base.memory import trim_malloc
 from needlepoint.verify.base.rows import Rows
 from needlepoint.verify.base.stage_blocks import query_blocks
 from needlepoint.verify.judge.sides.key_side import KeyReference, compare_key_stages, key_reference
@@ -48,11 +48,11 @@ def judge_observed(
     keys: KeyReference | None = None
     for path in key_paths(given):  # one after the other: a reference is as large as its path
         found = key_reference(path, given, arithmetic)
-        give_back()
+        trim_malloc()
         errors |= judge_keys(observed, stored, {path: found})
         keys = found if path == INDEX else keys
         del found
-        give_back()
+        trim_malloc()
     if keys is None or given.query is None or not has_query_side(observed):
         return Judgement(errors, None)
     reference = QueryReference(given, arithmetic, keys, RotatedQueries(given))
