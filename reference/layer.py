@@ -7,8 +7,6 @@ and ``weights`` have the same bytes however a request is cut into calls; ``score
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -127,31 +125,6 @@ class ReferenceLayer:
         """
         projected = self.project_inputs(hidden, state.next_position)
         return self.forward_projected(projected, state, keep_scores=keep_scores, attend=attend)
-
-    def forward_requests(
-        self,
-        hidden: Tensor,
-        lengths: Sequence[int],
-        *,
-        keep_scores: bool = False,
-        attend: bool = True,
-    ) -> list[ChunkStages]:
-        """Run whole requests that stand one after another in ``hidden``, one result for each.
-
-        Raises
-        ------
-        ValueError
-            If the lengths do not add up to the tokens, or as :meth:`forward`.
-        """
-        if not lengths or min(lengths) < 1 or sum(lengths) != len(hidden):
-            raise ValueError(
-                f"lengths {list(lengths)} for {len(hidden)} tokens; expected positive lengths "
-                "that add up to the tokens"
-            )
-        return [
-            self.forward(part, self.new_request(), keep_scores=keep_scores, attend=attend)
-            for part in torch.split(hidden, list(lengths))
-        ]
 
     def forward_projected(
         self,

@@ -16,7 +16,6 @@ from needlepoint.optimized.protocol.interface import QueryRows
 
 MIN_PAGE = 8
 CODE_BYTES = {"bf16": 256, "fp8": 128, "fp4": 64}
-_SCALE_BYTES = {"bf16": 0, "fp8": 4, "fp4": 4}
 _ALIGN = 4  # columns that the rows of the output are padded to
 
 

@@ -40,13 +40,10 @@ class SglangKernels:
         ``compress_forward``, ``compress_norm_rope_store`` and the plans.
     norm_rope
         The query kernels.
-    root
-        Folder that holds the package.
     """
 
     compress: Any
     norm_rope: Any
-    root: Path
 
 
 def find_sglang() -> Path:
@@ -113,7 +110,7 @@ def load_sglang(root: Path) -> SglangKernels:
             f"SGLang's kernels need the package {error.name}, which is not installed; "
             f"`pip install {error.name}`"
         ) from error
-    return SglangKernels(compress=compress, norm_rope=norm_rope, root=root)
+    return SglangKernels(compress=compress, norm_rope=norm_rope)
 
 
 def _stand_in(name: str, **names: Any) -> ModuleType:  # noqa: ANN401

@@ -50,8 +50,7 @@ def test_entries_stand_at_the_token_that_completes_them() -> None:
     assert rows.token(0) == Token(0, 3, 0)
     assert rows.token(1) == Token(2, 3, 0)
     assert rows.token(2) == Token(2, 7, 1)
-    assert rows.row_of(2, 7) == 2
-    assert rows.row_of(2, 6) is None
+    assert rows.rows_of(torch.tensor([2, 2]), torch.tensor([7, 6])).tolist() == [2, -1]
 
 
 def test_shape_is_kept() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from needlepoint.verify.layout.pages import ByteOwner, DecodedRows, open_pool
+from needlepoint.verify.layout.pages import DecodedRows, open_pool
 
 POISON = 0xFF  # NaN in E4M3, UE8M0, bf16, fp32 and fp64
 LAYOUTS = ["index-fp8", "index-bf16", "index-fp4", "main-584", "main-bf16", "rows-f64"]
@@ -31,19 +31,19 @@ def bf16(bits: int) -> float:
 
 @dataclass
 class Book:
-    """A pool under construction: poison, the bytes written, and who wrote each."""
+    """A pool under construction: poison, the bytes written, and what rows should decode to."""
 
     pages: NDArray[np.uint8]
-    owner: dict[tuple[int, int], ByteOwner] = field(default_factory=dict)
+    written: set[tuple[int, int]] = field(default_factory=set)
     values: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     scales: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     row: tuple[int, int] = (0, 0)
 
-    def put(self, page: int, offset: int, raw: bytes, name: str, first: int = 0) -> None:
-        for i, byte in enumerate(raw):
-            assert (page, offset + i) not in self.owner
-            self.pages[page, offset + i] = byte
-            self.owner[page, offset + i] = ByteOwner(*self.row, name, first + i)
+    def put(self, page: int, offset: int, raw: bytes) -> None:
+        for at, byte in enumerate(raw, offset):
+            assert (page, at) not in self.written
+            self.pages[page, at] = byte
+            self.written.add((page, at))
 
 
 def page_bytes(layout: str, size: int) -> int:
@@ -61,16 +61,16 @@ def write_row(
     if layout == "index-fp8":
         codes = rng.integers(0, 0x7F, 128) + 0x80 * rng.integers(0, 2, 128)
         scale = float(np.float32((1 + unique / 1024) * 2.0 ** -(unique % 7)))
-        book.put(page, 128 * slot, bytes(codes.tolist()), "values")
-        book.put(page, 128 * size + 4 * slot, struct.pack("<f", scale), "scales")
+        book.put(page, 128 * slot, bytes(codes.tolist()))
+        book.put(page, 128 * size + 4 * slot, struct.pack("<f", scale))
         book.values[book.row] = [E4M3[c] * scale for c in codes]
         book.scales[book.row] = [scale]
     elif layout == "index-fp4":
         codes = rng.integers(0, 16, 128)
         scale_codes = [(unique + 40 * g) % 255 for g in range(4)]
         packed = [int(codes[2 * i] + 16 * codes[2 * i + 1]) for i in range(64)]
-        book.put(page, 64 * slot, bytes(packed), "values")
-        book.put(page, 64 * size + 4 * slot, bytes(scale_codes), "scales")
+        book.put(page, 64 * slot, bytes(packed))
+        book.put(page, 64 * size + 4 * slot, bytes(scale_codes))
         book.values[book.row] = [
             E2M1[c] * 2.0 ** (scale_codes[i // 32] - 127) for i, c in enumerate(codes)
         ]
@@ -79,22 +79,22 @@ def write_row(
         codes = rng.integers(0, 0x7F, 448) + 0x80 * rng.integers(0, 2, 448)
         rope = rng.integers(0, 0x7F80, 64) + 0x8000 * rng.integers(0, 2, 64)
         scale_codes = [(unique + 30 * g) % 255 for g in range(7)]
-        book.put(page, 576 * slot, bytes(codes.tolist()), "values")
+        book.put(page, 576 * slot, bytes(codes.tolist()))
         for i, bits in enumerate(rope.tolist()):
-            book.put(page, 576 * slot + 448 + 2 * i, struct.pack("<H", bits), "rope", 2 * i)
-        book.put(page, 576 * size + 8 * slot, bytes(scale_codes), "scales")
+            book.put(page, 576 * slot + 448 + 2 * i, struct.pack("<H", bits))
+        book.put(page, 576 * size + 8 * slot, bytes(scale_codes))
         book.values[book.row] = [
             E4M3[c] * 2.0 ** (scale_codes[i // 64] - 127) for i, c in enumerate(codes)
         ] + [bf16(bits) for bits in rope.tolist()]
         book.scales[book.row] = [float(c) for c in scale_codes]
     elif layout == "rows-f64":
         numbers = rng.standard_normal(WIDTH).tolist()
-        book.put(page, 8 * WIDTH * slot, struct.pack(f"<{WIDTH}d", *numbers), "values")
+        book.put(page, 8 * WIDTH * slot, struct.pack(f"<{WIDTH}d", *numbers))
         book.values[book.row] = numbers
     else:
         dims = {"index-bf16": 128, "main-bf16": 512}[layout]
         words = rng.integers(0, 0x7F80, dims).tolist()
-        book.put(page, 2 * dims * slot, struct.pack(f"<{dims}H", *words), "values")
+        book.put(page, 2 * dims * slot, struct.pack(f"<{dims}H", *words))
         book.values[book.row] = [bf16(bits) for bits in words]
 
 
@@ -147,23 +147,7 @@ def test_rows_and_ownership_of_hand_built_pools(
             assert_rows(rows, book, request, count)
     mask = pool.owned_mask(tables, entries)
     owned = {(int(p), int(o)) for p, o in np.argwhere(mask)}
-    assert owned == set(book.owner)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_byte_has_its_owner(layout: str) -> None:
-    size, entries = 3, [4, 0, 2]
-    book, tables = build(layout, size, entries, seed=8, spare=1)
-    width = WIDTH if layout == "rows-f64" else None
-    pool = open_pool(book.pages, layout, size, row_width=width)
-
-    n_pages, stride = book.pages.shape
-    for page in range(n_pages):
-        for offset in range(stride):
-            expected = book.owner.get((page, offset))
-            assert pool.byte_owner(page, offset, tables, entries) == expected
-    mask = pool.owned_mask(tables, entries)
-    assert {(int(p), int(o)) for p, o in np.argwhere(mask)} == set(book.owner)
+    assert owned == book.written
 
 
 def test_codes_are_handed_out_as_stored() -> None:
@@ -245,7 +229,6 @@ def test_allocator_padding_is_declared_and_unowned() -> None:
     mask = pool.owned_mask(tables, [10])
     assert mask.shape == padded.shape
     assert not mask[:, stride:].any()
-    assert pool.byte_owner(int(tables[0][0]), stride, tables, [10]) is None
 
 
 def test_page_tables_may_be_any_integers_and_longer_than_needed() -> None:
@@ -322,7 +305,3 @@ def test_wrong_requests_are_refused_with_both_sides_named() -> None:
         pool.owned_mask([[0], [9]], [4, 4])
     with pytest.raises(ValueError, match="1 page tables for 2 requests"):
         pool.owned_mask([[0]], [4, 4])
-    with pytest.raises(ValueError, match="byte 0 of page 5: expected a byte below 528 of a page"):
-        pool.byte_owner(5, 0, [[0]], [4])
-    with pytest.raises(ValueError, match="byte 528 of page 0"):
-        pool.byte_owner(0, 528, [[0]], [4])

@@ -17,13 +17,13 @@ from needlepoint.verify.numerics.error_bound import (
     ErrorBound,
     exact,
     normed,
-    projected,
     query_rotated,
     roped,
     rotated,
     rounding,
     weights,
 )
+from needlepoint.verify.numerics.error_model import PROJECTION, U
 
 EPS = 1e-6
 HADAMARD_FP32 = torch.tensor(0.08838834764831845, dtype=torch.float32)
@@ -379,7 +379,10 @@ def test_projections_in_any_order_stay_inside_and_bf16_ones_do_not(inner: int) -
     for i in range(inner):
         in_turn = in_turn + x[:, i : i + 1] * w[:, i]
 
-    error_bound = projected(x, w)
+    # The radius that limits.md states for `PROJECTION`.
+    magnitude = x.double().abs() @ w.double().abs().T
+    growth = PROJECTION.value * U * inner**0.5
+    error_bound = ErrorBound(x.double() @ w.double().T, growth * magnitude)
 
     assert worst(x @ w.T, error_bound) <= 1
     assert worst(in_turn, error_bound) <= 1

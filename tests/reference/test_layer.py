@@ -185,15 +185,6 @@ def test_tokens_out_of_order(
         layer.forward_projected(projected, layer.new_request())
 
 
-@pytest.mark.parametrize("lengths", [[], [5, 0], [6, -1], [3], [9]])
-def test_lengths_must_add_up(
-    small_model: ModelConfig, weights: LayerWeights, hidden_states: Hidden, lengths: list[int]
-) -> None:
-    layer = ReferenceLayer(small_model, 0, weights, BF16_CONTRACT)
-    with pytest.raises(ValueError, match="5 tokens"):
-        layer.forward_requests(hidden_states(5, 0), lengths)
-
-
 def test_wrong_weights_are_named(small_model: ModelConfig, weights: LayerWeights) -> None:
     with pytest.raises(ValueError, match=r"wkv is \(3, 24\), expected \(128, 24\)"):
         ReferenceLayer(small_model, 0, replace(weights, wkv=weights.wkv[:3]), EXACT)

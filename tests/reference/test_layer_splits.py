@@ -167,19 +167,6 @@ def test_any_cuts_and_threads(
 
 
 @pytest.mark.parametrize("layer_number", [0, 1, 2])
-def test_a_batch_is_its_requests(
-    small_model: ModelConfig, hidden_states: Hidden, layer_number: int
-) -> None:
-    layer = make(small_model, layer_number, CONTRACTS["bf16"])
-    lengths = [1, 3, 4, 130, 9]
-    hidden = hidden_states(sum(lengths), 6)
-    batch = layer.forward_requests(hidden, lengths, keep_scores=True)
-    for part, found in zip(torch.split(hidden, lengths), batch, strict=True):
-        alone = run(layer, part, [])
-        check_same(found.tensors(), alone, layer.arithmetic)
-
-
-@pytest.mark.parametrize("layer_number", [0, 1, 2])
 @pytest.mark.parametrize("first_call", [1, 2, 3, 7])
 def test_reused_buffers_leak_nothing(
     small_model: ModelConfig, hidden_states: Hidden, layer_number: int, first_call: int

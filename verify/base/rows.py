@@ -161,17 +161,6 @@ class Rows:
         rows = starts[request] + (position + 1) // ratio - 1
         return torch.where((position + 1) % ratio == 0, rows, -1)
 
-    def row_of(self, request: int, position: int) -> int | None:
-        """Return the row at one token, or None where no row stands there.
-
-        Raises
-        ------
-        ValueError
-            Where the request or the position is out of range.
-        """
-        row = int(self.rows_of(torch.tensor([request]), torch.tensor([position])).item())
-        return None if row < 0 else row
-
 
 def stage_rows(key: StageKey, lengths: Sequence[int], ratio: int) -> Rows:
     """Return the rows of a stage of a layer of this ratio."""

@@ -25,7 +25,6 @@ from needlepoint.verify.layout.geometry import (
 __all__ = [
     "LAYOUTS",
     "ROWS_F64",
-    "ByteOwner",
     "DecodedRows",
     "PageTable",
     "Pool",
@@ -35,16 +34,6 @@ __all__ = [
 ]
 
 PageTable = torch.Tensor | NDArray[np.integer] | Sequence[int]
-
-
-@dataclass(frozen=True)
-class ByteOwner:
-    """The row that owns a byte: request, entry, field name and byte within the field."""
-
-    request: int
-    entry: int
-    field: str
-    byte: int
 
 
 @dataclass(frozen=True)
@@ -143,48 +132,6 @@ class Pool:
             rows = filled[:, :, None] & used
             mask[:, offset : offset + size * plane.row_bytes] = rows.reshape(len(filled), -1)
         return mask
-
-    def byte_owner(
-        self,
-        page: int,
-        offset: int,
-        page_tables: Sequence[PageTable],
-        entries: Sequence[int],
-    ) -> ByteOwner | None:
-        """Return who owns byte ``offset`` of ``page``, or None for padding and unfilled slots.
-
-        Raises
-        ------
-        ValueError
-            As :meth:`owned_mask`, or if the byte is outside the pool.
-        """
-        n_pages, stride = self.data.shape
-        if not (0 <= page < n_pages and 0 <= offset < stride):
-            raise ValueError(
-                f"byte {offset} of page {page}: expected a byte below {stride} of a page "
-                f"below {n_pages}"
-            )
-        place = self._place(offset)
-        if place is None:
-            return None
-        slot, name, byte = place
-        for request, (pages, count) in enumerate(self._requests(page_tables, entries)):
-            for index in np.flatnonzero(pages == page):
-                entry = int(index) * self.geometry.page_size + slot
-                if entry < count:
-                    return ByteOwner(request, entry, name, byte)
-        return None
-
-    def _place(self, offset: int) -> tuple[int, str, int] | None:
-        for start, plane in self.geometry.planes:
-            slot, byte = divmod(offset - start, plane.row_bytes)
-            if not 0 <= slot < self.geometry.page_size:
-                continue
-            for name, width in plane.fields:
-                if byte < width:
-                    return slot, name, byte
-                byte -= width
-        return None
 
     def _requests(
         self, page_tables: Sequence[PageTable], entries: Sequence[int]

@@ -28,7 +28,6 @@ from needlepoint.verify.numerics.error_model import (
     HADAMARD_FACTOR,
     HADAMARD_SUM,
     HEAD_WEIGHT,
-    PROJECTION,
     REDUCTION,
     ROTATION,
     RSQRT,
@@ -99,27 +98,6 @@ def rounding(error_bound: ErrorBound, precision: Precision) -> ErrorBound:
     above = round_to(error_bound.value + error_bound.delta, precision)
     below = round_to(error_bound.value - error_bound.delta, precision)
     return ErrorBound(value, torch.maximum(above - value, value - below))
-
-
-def projected(x: Tensor, weight: Tensor) -> ErrorBound:
-    """Enclose a projection that the candidate computes itself.
-
-    Parameters
-    ----------
-    x
-        [rows, n] hidden states, bf16-valued, so that every product is exact in fp32.
-    weight
-        [outputs, n], bf16-valued.
-
-    Returns
-    -------
-    ErrorBound
-        [rows, outputs]; radius ``8 U sqrt(n) sum |x w|``.
-    """
-    wide, columns = x.to(torch.float64), weight.to(torch.float64).T
-    magnitude = wide.abs() @ columns.abs()
-    growth = PROJECTION.value * U * max(1.0, wide.shape[-1] ** 0.5)
-    return ErrorBound(wide @ columns, growth * magnitude + TINY * wide.shape[-1])
 
 
 def normed(row: ErrorBound, weight: Tensor, eps: float) -> ErrorBound:

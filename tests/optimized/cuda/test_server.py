@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.graphed_decode import GraphedDecode, require_decode
 from torch import Tensor
 
 from needlepoint.benchmarks.stored_bytes import make_inputs
 from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.cuda import server as stateful_cuda
 from needlepoint.optimized.cuda.candidates import CudaCandidate, Launches
-from needlepoint.optimized.cuda.graph import GraphedDecode, require_decode
 from needlepoint.optimized.cuda.server import CudaServer
 from needlepoint.optimized.cuda.store import PagedPool, new_state, store
 from needlepoint.optimized.cuda.weights import StoreWeights

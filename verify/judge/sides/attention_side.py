@@ -11,17 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.protocol.interface import MAIN
 from needlepoint.reference.attention import all_visible, sparse_attention
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.rope import rope_rows
 from needlepoint.verify.base.stage_blocks import Block
-from needlepoint.verify.base.stages import ATTENTION
 from needlepoint.verify.inputs.layer_inputs import GivenLayer
 from needlepoint.verify.judge.last_block import LastBlock
 from needlepoint.verify.numerics.row_errors import RowErrors, worst_of
-
-KEY = (MAIN, ATTENTION)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from needlepoint.verify.selftest.faults.ground import Ground, Steps
 from needlepoint.verify.selftest.faults.plant import altered, altered_projection, stepped
 
 f32 = np.float32
-Angles = Callable[[Compressor, np.ndarray], F32]
 
 _R128 = Setting(ratio=128)
 _SCALE = f32(128**-0.5)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from needlepoint.optimized.emulation.scoring import fused_scores
 from needlepoint.optimized.protocol.interface import INDEX, Observed, PagedRows
-from needlepoint.verify.selftest.faults.fault import Case, Plant, Setting, fault
+from needlepoint.verify.selftest.faults.fault import Case, Plant, fault
 from needlepoint.verify.selftest.faults.ground import (
     Ground,
     ScoreKernel,
@@ -23,7 +23,6 @@ from needlepoint.verify.selftest.faults.ground import (
 from needlepoint.verify.selftest.faults.plant import planes
 
 _QUERY, _WEIGHTS, _SCORES = "query.query", "query.weights", "index.scores"
-_BF16 = Setting("bf16")
 
 
 def by_kernel(kernel: ScoreKernel) -> Plant:
