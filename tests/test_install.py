@@ -25,7 +25,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
     )
     for name in filter(None, listed.stdout.split("\0")):
-        if name.startswith((".typing", "tests", "docs", "benchmarks")):
+        if name.startswith((".typing", "tests", "docs")):
             continue
         target = source / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -77,7 +77,7 @@ def test_an_alarm_exits_with_1_and_says_how_to_replay_it(
     shown = capsys.readouterr()
     assert json.loads(shown.out)["alarms"] == [{"case": 1, "alarm": "differ: planted"}]
     assert "differ: planted" in shown.err
-    assert "benchmarks/false_alarms.py --seed 3 --only 1 --longest 130" in shown.err
+    assert "needlepoint.benchmarks.false_alarms --seed 3 --only 1 --longest 130" in shown.err
 
     assert main("--only", "1", "--seed", "3") == 1
     assert json.loads(capsys.readouterr().out)["verdict"] == "match"  # the planted word is ours

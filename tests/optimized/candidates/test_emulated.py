@@ -153,7 +153,7 @@ def test_info_names_version_and_sources() -> None:
 CHILD = """
 import sys
 import torch
-sys.path.insert(0, "tests/optimized")
+sys.path.insert(0, "tests/optimized/candidates")
 from test_emulated import KINDS, digest
 from needlepoint.optimized.candidates.emulated import EmulatedCandidate
 for inputs in torch.load(sys.argv[1], weights_only=False):

@@ -240,9 +240,9 @@ def test_picks_are_checked_before_scores_are_launched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = case()
-    for module in ("cuda_scores", "cuda_topk"):
+    for module in ("scores", "topk"):
         monkeypatch.setattr(
-            f"needlepoint.optimized.{module}.require_same_device",
+            f"needlepoint.optimized.cuda.{module}.require_same_device",
             lambda **tensors: torch.device("cpu"),
         )
     pages = PageTable(torch.zeros(3, 5, dtype=torch.int32), size, batch.plan().row_requests)
