@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.base.stages import is_key_side
-from needlepoint.verify.base.workers import workers
+from needlepoint.verify.base.workers import Workers, workers
 from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.scenario.run import Failure
 from needlepoint.verify.schema.base import CANNOT_JUDGE, DIFFER, MATCH, Verdict
 from needlepoint.verify.schema.selftest_result import CaseResult, Others, SelftestResult
 from needlepoint.verify.selftest.faults.fault import Case, Setting
-from needlepoint.verify.selftest.gates import GATES, REFUSALS, STAGE_GATES
+from needlepoint.verify.selftest.faults.scenario import FAULTS as SERVER_FAULTS
+from needlepoint.verify.selftest.faults.scenario import ScenarioFault, seen
+from needlepoint.verify.selftest.gates import GATES, REFUSALS, SCENARIO, STAGE_GATES
 from needlepoint.verify.selftest.input import SCALES, SMALL_ROWS, SelftestInput
 from needlepoint.verify.selftest.judge import Finding, GroundJudge
 from needlepoint.verify.selftest.others import ask
-from needlepoint.verify.selftest.serving import serving_cases
 
 Key = tuple[Setting, float]
 
@@ -54,7 +57,7 @@ def selftest(
     progress
         Told of every case.
     scales
-        Scales of stored rows; a case that does not depend on them is planted at the first alone.
+        Scales of stored rows; every case is planted at each.
     serving
         Whether faults between calls are planted in servers too.
 
@@ -63,12 +66,7 @@ def selftest(
     ValueError
         If a case of the self-test's own input changed nothing: it would show nothing.
     """
-    planned = [
-        (case, scale)
-        for case in cases
-        for scale in scales
-        if scale == scales[0] or case.both_scales
-    ]
+    planned = [(case, scale) for case in cases for scale in scales]
     short = {item: needed for item in planned if (needed := _shortfall(source, item[0]))}
     keys = list(dict.fromkeys((c.setting, s) for c, s in planned if (c, s) not in short))
     progress.start("sound runs and faults", len(keys) + len(planned))
@@ -214,5 +212,46 @@ def _summed(source: SelftestInput, cases: Sequence[CaseResult]) -> SelftestResul
             "too_few_rows": few,
             "gates": GATES,
             "cases": tuple(cases),
+        }
+    )
+
+
+SOUND = "sound-server"
+_FORMAT = "fp8"
+
+
+def serving_cases(pool: Workers) -> list[CaseResult]:
+    """Run the scenario of every fault between calls on a server that has it, and on the sound one.
+
+    The usual comparisons are not asked: they have no notion of a request's history.
+    """
+    faulty = pool.map(lambda fault: fault.caught(_FORMAT), SERVER_FAULTS)
+    candidate = EmulatedCandidate(_FORMAT, Order.FUSED)
+    sound = pool.map(lambda fault: seen(fault.scenario, candidate), SERVER_FAULTS)
+    return [
+        *(_served(*pair) for pair in zip(SERVER_FAULTS, faulty, strict=True)),
+        *(_served(*pair, control=True) for pair in zip(SERVER_FAULTS, sound, strict=True)),
+    ]
+
+
+def _served(fault: ScenarioFault, found: Failure | None, *, control: bool = False) -> CaseResult:
+    case = SOUND if control else f"server-{fault.id}"
+    sound = "the sound server in the scenario of every fault"
+    return CaseResult.model_validate(
+        {
+            "id": f"{SOUND}:{fault.id}" if control else case,
+            "case": case,
+            "class": fault.letter,
+            "kind": "control" if control else "fault",
+            "text": sound if control else fault.text.rstrip("."),
+            "scale": 1.0,
+            "log": () if control else fault.log,
+            "expected": () if control else (SCENARIO,),
+            "gates": () if found is None else (SCENARIO,),
+            "caught": found is not None,
+            "verdict": MATCH if found is None else DIFFER,
+            "rows": len(fault.events),
+            "detail": None if found is None else found.problem.detail,
+            "others": _NOTHING,
         }
     )

@@ -29,16 +29,8 @@ def _boundary(ground: Ground, residue: int) -> int:
     return ground.entries // 2 * ground.given.ratio + residue
 
 
-def _without_ape(ground: Ground, part: CompressorInputs) -> CompressorInputs:
-    return replace(part, ape=torch.zeros_like(part.ape))
-
-
 def _late_ape(ground: Ground, part: CompressorInputs) -> CompressorInputs:
     return replace(part, ape=part.ape.roll(1, 0))
-
-
-def _swapped_halves(ground: Ground, part: CompressorInputs) -> CompressorInputs:
-    return replace(part, ape=part.ape.roll(part.ape.shape[1] // 2, 1))
 
 
 def _chunk_bias(ground: Ground, part: CompressorInputs) -> CompressorInputs:
@@ -68,11 +60,6 @@ def _left_padded(ground: Ground, part: CompressorInputs) -> CompressorInputs:
         kv[rows], score[rows] = kv[rows].roll(1, 0), score[rows].roll(1, 0)
         kv[rows.start], score[rows.start] = 0.0, 0.0
     return replace(part, kv=kv, score=score)
-
-
-def _late_window(ground: Ground, part: CompressorInputs) -> CompressorInputs:
-    """Read tokens 1 .. ratio of a window instead of 0 .. ratio - 1."""
-    return replace(part, kv=part.kv.roll(-1, 0), score=part.score.roll(-1, 0))
 
 
 def _junk_drafts(ground: Ground, part: CompressorInputs) -> CompressorInputs:
@@ -115,11 +102,6 @@ def _uneven_columns(ground: Ground, part: CompressorInputs) -> CompressorInputs:
     return replace(part, kv=part.kv.roll(half, 1), score=part.score.roll(half, 1))
 
 
-def _natural_base(ground: Ground, part: CompressorInputs) -> CompressorInputs:
-    """Raise 2 to scores that were not multiplied by log2 e."""
-    return replace(part, score=part.score / _LOG2_E, ape=part.ape / _LOG2_E)
-
-
 def _bf16_state(ground: Ground, part: CompressorInputs) -> CompressorInputs:
     kv, score = (x.to(torch.bfloat16).to(torch.float32) for x in (part.kv, part.score))
     return replace(part, kv=kv, score=score)
@@ -145,11 +127,6 @@ def _chunk_without_overlap(ground: Ground, request: int, taps: Taps) -> Taps:
     logits = taps.logits.clone()
     logits[ground.entries // 2, :4] = -torch.inf
     return Taps(taps.kv, logits)
-
-
-def _open_first(ground: Ground, request: int, taps: Taps) -> Taps:
-    """Count the slots before position 0 as zeros of score zero instead of masking them."""
-    return Taps(taps.kv, taps.logits.nan_to_num(neginf=0.0))
 
 
 def _stale_first(ground: Ground, request: int, taps: Taps) -> Taps:
@@ -225,14 +202,17 @@ def _unwritten_entry(ground: Ground, rows: Tensor) -> None:
 
 FAULTS: tuple[Case, ...] = (
     fault("ape-missing", "I", "position embedding not added to the pooling scores",
-          altered_projection(_without_ape), _POOLED, log="I06"),
+          altered_projection(lambda g, part: replace(part, ape=torch.zeros_like(part.ape))),
+          _POOLED, log="I06"),
     fault("ape-one-row-late", "I", "position embedding of the slot before",
           altered_projection(_late_ape), _POOLED, log="I04"),
     fault("ape-one-row-late-128", "I", "position embedding of the slot before, windows of 128",
           altered_projection(_late_ape, MAIN), _MAIN_POOLED, on=_R128, needs=1),
     fault("ape-halves-swapped", "I",
           "position embedding of the overlap half on the window's own half and back",
-          altered_projection(_swapped_halves), _POOLED),
+          altered_projection(lambda g, part:
+                             replace(part, ape=part.ape.roll(part.ape.shape[1] // 2, 1))),
+          _POOLED),
     fault("slot-bias-from-chunk-start", "I",
           "slots of the position embedding counted from the start of an unaligned chunk",
           altered_projection(_chunk_bias), _POOLED, log="I04 I06 I07"),
@@ -242,7 +222,9 @@ FAULTS: tuple[Case, ...] = (
     fault("padding-pooled", "I", "a padding token at the front of a request goes into the windows",
           altered_projection(_left_padded), _POOLED, log="I05 G10 B07"),
     fault("window-of-128-one-late", "I", "a window of 128 starts one token late",
-          altered_projection(_late_window, MAIN), _MAIN_POOLED, log="I10", on=_R128, needs=1),
+          altered_projection(lambda g, part: replace(part, kv=part.kv.roll(-1, 0),
+                                                       score=part.score.roll(-1, 0)), MAIN),
+          _MAIN_POOLED, log="I10", on=_R128, needs=1),
     fault("last-channel-lost", "I", "the last channel of every projected row is zero",
           altered_projection(_lost_last_channel), _POOLED, log="I02"),
     fault("overlap-missing", "I", "windows pooled from their own 4 tokens, without the 4 before",
@@ -254,11 +236,13 @@ FAULTS: tuple[Case, ...] = (
     fault("columns-in-the-other-order", "I", "the two halves of a token's columns exchanged",
           altered_projection(_uneven_columns), _POOLED),
     fault("first-window-not-masked", "I", "slots before position 0 counted as zeros",
-          repooled(_open_first), _POOLED),
+          repooled(lambda g, r, taps: Taps(taps.kv, taps.logits.nan_to_num(neginf=0.0))), _POOLED),
     fault("softmax-over-channels", "I", "pooling softmax over channels instead of slots",
           repooled(pooling=_over_channels), _POOLED),
     fault("softmax-in-base-2", "I", "exponentials in base 2 of scores in base e",
-          altered_projection(_natural_base), _POOLED),
+          altered_projection(lambda g, part: replace(part, score=part.score / _LOG2_E,
+                                                       ape=part.ape / _LOG2_E)),
+          _POOLED),
     fault("sigmoid-for-softmax", "G", "pooling weights by a sigmoid", repooled(pooling=_sigmoid),
           _POOLED, log="G05"),
     fault("mean-for-softmax", "G", "plain mean over the slots", repooled(pooling=_mean), _POOLED,

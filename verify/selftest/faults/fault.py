@@ -1,6 +1,6 @@
 """The faults and controls of the self-test: what each plants, where, and which gate is to fire.
 
-A fault is planted on a sound run (``faults_ground.py``). It must change what the candidate
+A fault is planted on a sound run (``ground.py``). It must change what the candidate
 returned, must be caught by the gates it names, and must leave the gates alone that it clears. A
 control changes what a sound kernel may change and must set off none.
 """
@@ -8,7 +8,7 @@ control changes what a sound kernel may change and must set off none.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from needlepoint.optimized.protocol.interface import Observed
 from needlepoint.verify.selftest.faults.ground import Ground
@@ -57,22 +57,20 @@ class Case:
         From a sound run to what the faulty candidate returns.
     gates
         Gates that must fire; none for a control.
-    clear
-        Gates that must not fire, by name or by the part before the dot.
     log
         Rows of docs/fault_log.md whose mechanism this is.
+    clear
+        Gates that must not fire, by name or by the part before the dot.
     setting
         What it runs on.
     needs
         Entries of the longest request from which the fault can show.
-    both_scales
-        Whether it is planted on stored rows at scale 1e-3 too.
+    requests
+        Requests with an entry that the fault needs.
     again
         What a second run returns, for faults that show between runs; None for ``plant``.
     declares
         Stages that the candidate declares; none for all.
-    requests
-        Requests with an entry that the fault needs.
     """
 
     id: str
@@ -80,14 +78,13 @@ class Case:
     text: str
     plant: Plant
     gates: tuple[str, ...] = ()
-    clear: tuple[str, ...] = ()
     log: tuple[str, ...] = ()
+    clear: tuple[str, ...] = ()
     setting: Setting = OWN_FP8
     needs: int = 16
-    both_scales: bool = True
+    requests: int = 1
     again: Plant | None = None
     declares: tuple[str, ...] = ()
-    requests: int = 1
 
     @property
     def control(self) -> bool:
@@ -106,27 +103,11 @@ def fault(
     clear: str = "",
     on: Setting = OWN_FP8,
     needs: int = 16,
-    both_scales: bool = True,
-    again: Plant | None = None,
-    declares: str = "",
     requests: int = 1,
 ) -> Case:
-    """Return a fault; gates, clear, log and declares are words, the rest as in :class:`Case`."""
-    return Case(
-        id,
-        letter,
-        text,
-        plant,
-        tuple(gates.split()),
-        tuple(clear.split()),
-        tuple(log.split()),
-        on,
-        needs,
-        both_scales,
-        again,
-        tuple(declares.split()),
-        requests,
-    )
+    """Return a fault; gates, log and clear are words, the rest as in :class:`Case`."""
+    fire, rows, stay = (tuple(words.split()) for words in (gates, log, clear))
+    return Case(id, letter, text, plant, fire, rows, stay, on, needs, requests)
 
 
 def control(
@@ -134,3 +115,8 @@ def control(
 ) -> Case:
     """Return a control."""
     return Case(id, letter, text, plant, log=tuple(log.split()), setting=on, needs=1)
+
+
+def rerun(case: Case, again: Plant) -> Case:
+    """Return a fault of which a second run returns something else."""
+    return replace(case, again=again)

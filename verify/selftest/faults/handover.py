@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from needlepoint.optimized.protocol.interface import INDEX, MAIN, Observed, PagedRows
-from needlepoint.reference.compressor import Taps, pool
+from needlepoint.reference.compressor import pool
 from needlepoint.verify.selftest.faults.controls import higher_entry_wins
-from needlepoint.verify.selftest.faults.fault import Case, Plant, Setting, fault
+from needlepoint.verify.selftest.faults.fault import Case, Plant, Setting, fault, rerun
 from needlepoint.verify.selftest.faults.ground import Ground, reader_of
 from needlepoint.verify.selftest.faults.pages import moved
 from needlepoint.verify.selftest.faults.picks import by_selector
@@ -44,19 +44,11 @@ def with_tables(change: Callable[[Ground, PagedRows], tuple[Tensor, ...]]) -> Pl
     return plant
 
 
-def _past_the_pool(ground: Ground, rows: PagedRows) -> tuple[Tensor, ...]:
-    return tuple(table + len(rows.pool) for table in rows.page_table)
-
-
 def _shared_page(ground: Ground, rows: PagedRows) -> tuple[Tensor, ...]:
     """Map the first page of request 0 for request 1 as well."""
     tables = [table.clone() for table in rows.page_table]
     tables[1][0] = tables[0][0]
     return tuple(tables)
-
-
-def _short(ground: Ground, rows: PagedRows) -> tuple[Tensor, ...]:
-    return tuple(table[:-1] for table in rows.page_table)
 
 
 def _fewer_entries(ground: Ground) -> Observed:
@@ -87,24 +79,6 @@ def _float_pages(ground: Ground) -> Observed:
     return replace(ground.observed, stored={**ground.observed.stored, INDEX: wrong})
 
 
-def _without_scores(ground: Ground) -> Observed:
-    return replace(ground.observed, scores=None)
-
-
-def _leaning(ground: Ground, request: int, table: Tensor) -> Tensor:
-    """Err in one direction, by less than the bound of any score."""
-    return table * (1 + 2.0**-19)
-
-
-def _pooled_leaning(taps: Taps) -> Tensor:
-    return pool(taps) * (1 + 1.7e-6)
-
-
-def _other_ties(ground: Ground) -> Observed:
-    """Give equal scores to the higher entry, as a run in which it arrived first."""
-    return by_selector(higher_entry_wins)(ground)
-
-
 def _racing(ground: Ground, request: int, table: Tensor) -> Tensor:
     """Sum a few scores in another order: one ulp, inside every bound."""
     table[::7] = torch.where(
@@ -126,20 +100,24 @@ def _given_back(ground: Ground) -> Observed:
 
 
 FAULTS: tuple[Case, ...] = (
-    fault("scores-lean", "H", "all scores 2^-19 too large, inside every bound", on_scores(_leaning),
-          "bias", clear="index.scores topk", log="G08 G07", needs=64),
+    fault("scores-lean", "H", "all scores 2^-19 too large, inside every bound",
+          on_scores(lambda g, r, table: table * (1 + 2.0**-19)), "bias", clear="index.scores topk",
+          log="G08 G07", needs=64),
     fault("pooled-leans", "H", "pooled rows 1.7e-6 too large, inside every radius",
-          repooled(pooling=_pooled_leaning), "bias", clear="index.pooled", log="H02 F10", needs=64),
+          repooled(pooling=lambda taps: pool(taps) * (1 + 1.7e-6)), "bias", clear="index.pooled",
+          log="H02 F10", needs=64),
     fault("inputs-written", "C", "writes to a tensor that it was given", _spoiled, _PROTOCOL,
           log="C05 D09"),
     fault("candidate-raises", "O", "no kernel for the shape", _raises, _PROTOCOL,
           log="O03 O04 B12 O01 O06 F09"),
     fault("page-number-past-the-pool", "B", "page numbers that the pool does not have",
-          with_tables(_past_the_pool), _PROTOCOL, log="B09 D08 K12"),
+          with_tables(lambda g, rows: tuple(table + len(rows.pool) for table in rows.page_table)),
+          _PROTOCOL, log="B09 D08 K12"),
     fault("page-of-two-requests", "K", "one page mapped by two requests", with_tables(_shared_page),
           _PROTOCOL, log="K06", requests=2),
     fault("page-table-too-short", "B", "page tables narrower than the rows need",
-          with_tables(_short), _PROTOCOL, log="B04 B09"),
+          with_tables(lambda g, rows: tuple(table[:-1] for table in rows.page_table)), _PROTOCOL,
+          log="B04 B09"),
     fault("entries-not-counted", "G", "a request whose finished windows are not counted",
           _fewer_entries, _PROTOCOL, log="G10 M06"),
     fault("scores-too-narrow", "P", "a score row shorter than the entries", _narrow_scores,
@@ -149,13 +127,13 @@ FAULTS: tuple[Case, ...] = (
     fault("pages-of-another-dtype", "D", "pages that are not bytes", _float_pages, _PROTOCOL,
           log="D14"),
     fault("input-handed-back", "C", "rows in the memory of what was given", _given_back, _PROTOCOL),
-    fault("ties-by-arrival", "N", "equal scores to whichever entry arrives first", _other_ties,
-          "repeat", clear="index.scores topk", log="N04 B10 G07", on=_TIES, needs=120,
-          again=_sound),
-    fault("scores-race", "N", "a sum whose order changes from run to run", on_scores(_racing),
-          "repeat", clear="index.scores topk", log="N02 C01 M02", again=_sound),
-    fault("stale-between-runs", "M", "one key row of the run before in a later run", _sound,
-          "repeat", log="M04 K01 N01", again=paged(moved((0, 1)))),
-    fault("stage-not-returned", "O", "declares scores and hands back none", _without_scores,
-          "skipped"),
+    rerun(fault("ties-by-arrival", "N", "equal scores to whichever entry arrives first",
+                by_selector(higher_entry_wins), "repeat", clear="index.scores topk",
+                log="N04 B10 G07", on=_TIES, needs=120), again=_sound),
+    rerun(fault("scores-race", "N", "a sum whose order changes from run to run", on_scores(_racing),
+                "repeat", clear="index.scores topk", log="N02 C01 M02"), again=_sound),
+    rerun(fault("stale-between-runs", "M", "one key row of the run before in a later run", _sound,
+                "repeat", log="M04 K01 N01"), again=paged(moved((0, 1)))),
+    fault("stage-not-returned", "O", "declares scores and hands back none",
+          lambda g: replace(g.observed, scores=None), "skipped"),
 )  # fmt: skip

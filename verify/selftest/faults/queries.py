@@ -36,7 +36,7 @@ def queried(change: Callable[[Ground, QueryRows], QueryRows]) -> Plant:
     return plant
 
 
-def _again(ground: Ground, rotate: Callable[[F32, F32, F32], F32], late: int = 0) -> QueryRows:
+def _again(ground: Ground, rotate: Callable[[F32, F32, F32], F32], late: int) -> QueryRows:
     """Store the given queries with another rotation, scales and weights as they follow."""
     given, query = ground.given, ground.given.query
     if query is None:
@@ -53,20 +53,8 @@ def _again(ground: Ground, rotate: Callable[[F32, F32, F32], F32], late: int = 0
     return QueryRows("fp8", codes, scale, weights * scale, True)
 
 
-def _no_hadamard(ground: Ground, query: QueryRows) -> QueryRows:
-    return _again(ground, lambda x, cos, sin: rope(x, cos, sin))
-
-
-def _half_split(ground: Ground, query: QueryRows) -> QueryRows:
-    return _again(ground, lambda x, cos, sin: hadamard(half_split(x, cos, sin)))
-
-
-def _late(ground: Ground, query: QueryRows) -> QueryRows:
-    return _again(ground, lambda x, cos, sin: hadamard(rope(x, cos, sin)), late=1)
-
-
-def _not_rotated(ground: Ground, query: QueryRows) -> QueryRows:
-    return _again(ground, lambda x, cos, sin: hadamard(x))
+def _rotated(rotate: Callable[[F32, F32, F32], F32], late: int = 0) -> Plant:
+    return queried(lambda ground, query: _again(ground, rotate, late))
 
 
 def _flipped(ground: Ground, query: QueryRows) -> QueryRows:
@@ -106,12 +94,16 @@ def _no_constant(ground: Ground, query: QueryRows) -> QueryRows:
 
 FAULTS: tuple[Case, ...] = (
     fault("hadamard-missing-on-queries", "G", "queries not rotated by Hadamard",
-          queried(_no_hadamard), _QUERY, log="G03 G04"),
+          _rotated(rope), _QUERY,
+          log="G03 G04"),
     fault("query-half-split", "F", "queries alone rotated over pairs (i, i + 32)",
-          queried(_half_split), _QUERY, log="F02 F01"),
+          _rotated(lambda x, cos, sin: hadamard(half_split(x, cos, sin))),
+          _QUERY, log="F02 F01"),
     fault("query-one-position-late", "F", "queries at the position behind their own",
-          queried(_late), _QUERY, log="J09"),
-    fault("query-not-roped", "F", "queries without RoPE", queried(_not_rotated), _QUERY),
+          _rotated(lambda x, cos, sin: hadamard(rope(x, cos, sin)), late=1),
+          _QUERY, log="J09"),
+    fault("query-not-roped", "F", "queries without RoPE",
+          _rotated(lambda x, cos, sin: hadamard(x)), _QUERY),
     fault("query-code-of-the-wrong-sign", "G", "one code of one query negated", queried(_flipped),
           _QUERY),
     fault("query-rows-swapped", "L", "two neighbouring queries exchanged", queried(_swapped),

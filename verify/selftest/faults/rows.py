@@ -41,14 +41,6 @@ def leading_dims(x: F32, cos: F32, sin: F32) -> F32:
     return np.concatenate((rope(np.ascontiguousarray(x[:64]), cos, sin), x[64:]))
 
 
-def _backwards(x: F32, cos: F32, sin: F32) -> F32:
-    return rope(x, cos, -sin)
-
-
-def _unrotated(x: F32, cos: F32, sin: F32) -> F32:
-    return x
-
-
 def _roped(how: Callable[[F32, F32, F32], F32]) -> Steps:
     """Return steps with another rotation at the right angles."""
 
@@ -88,10 +80,6 @@ def _other_table(base: float) -> Callable[[LayerInputs], LayerInputs]:
     return change
 
 
-def _bf16_table(given: LayerInputs) -> LayerInputs:
-    return replace(given, rope_table=given.rope_table.to(torch.bfloat16).to(torch.float32))
-
-
 def _chunk_relative(given: LayerInputs) -> LayerInputs:
     """Count positions from the start of the last chunk."""
     half = len(given.rope_table) // 8 * 4
@@ -109,10 +97,6 @@ def _no_root(x: F32, weight: F32, eps: f32) -> F32:
     return result
 
 
-def _other_eps(x: F32, weight: F32, eps: f32) -> F32:
-    return norm(x, weight, f32(1e-5))
-
-
 def _half_mean(x: F32, weight: F32, eps: f32) -> F32:
     """Take the mean square over the first half of the dims alone."""
     half = x[: len(x) // 2]
@@ -121,20 +105,10 @@ def _half_mean(x: F32, weight: F32, eps: f32) -> F32:
     return result
 
 
-def _centred(x: F32, weight: F32, eps: f32) -> F32:
-    """Subtract the mean first: a layer norm."""
-    return norm(x - x.mean(axis=0, dtype=f32), weight, eps)
-
-
 def _bf16_rounded(x: F32, weight: F32, eps: f32) -> F32:
     rows = torch.from_numpy(norm(x, weight, eps))
     rounded: F32 = rows.to(torch.bfloat16).to(torch.float32).numpy()
     return rounded
-
-
-def _halves(x: F32) -> F32:
-    """Transform two halves of 64 dims, each by itself."""
-    return _butterfly(x, 64) * f32(64**-0.5)
 
 
 def _butterfly(x: F32, width: int) -> F32:
@@ -163,12 +137,14 @@ FAULTS: tuple[Case, ...] = (
           altered_projection(_no_weight, MAIN), "main.normed"),
     fault("norm-without-root", "G", "division by the mean square instead of its root",
           stepped(_normed(_no_root)), "index.normed"),
-    fault("norm-of-another-eps", "G", "epsilon 1e-5 for 1e-6", stepped(_normed(_other_eps)),
-          "index.normed", on=Setting(kind="small")),
+    fault("norm-of-another-eps", "G", "epsilon 1e-5 for 1e-6",
+          stepped(_normed(lambda x, weight, eps: norm(x, weight, f32(1e-5)))), "index.normed",
+          on=Setting(kind="small")),
     fault("norm-over-half-the-dims", "O", "mean square over half of the dims",
           stepped(_normed(_half_mean), MAIN), "main.normed", log="O05"),
     fault("layer-norm-for-rms", "G", "the mean subtracted before the norm",
-          stepped(_normed(_centred)), "index.normed"),
+          stepped(_normed(lambda x, weight, eps: norm(x - x.mean(axis=0, dtype=f32), weight, eps))),
+          "index.normed"),
     fault("normed-in-bf16", "F", "normed rows rounded to bf16 where fp32 is meant",
           stepped(_normed(_bf16_rounded)), "index.normed"),
     fault("rope-half-split", "F", "pairs (i, i + 32) instead of adjacent dims",
@@ -177,9 +153,10 @@ FAULTS: tuple[Case, ...] = (
           stepped(_roped(half_split), MAIN), "main.roped", log="F03 F05"),
     fault("rope-first-64-dims", "F", "the first 64 dims rotated instead of the last",
           stepped(_roped(leading_dims)), "index.roped"),
-    fault("rope-backwards", "F", "angles negated", stepped(_roped(_backwards)), "index.roped"),
-    fault("rope-missing", "F", "main rows not rotated", stepped(_roped(_unrotated), MAIN),
-          "main.roped"),
+    fault("rope-backwards", "F", "angles negated",
+          stepped(_roped(lambda x, cos, sin: rope(x, cos, -sin))), "index.roped"),
+    fault("rope-missing", "F", "main rows not rotated",
+          stepped(_roped(lambda x, cos, sin: x), MAIN), "main.roped"),
     fault("rope-one-position-late", "F", "angles of the position behind the window's first",
           altered(_shifted(1)), "index.roped"),
     fault("rope-at-the-last-token", "F", "angles of the window's last token", altered(_shifted(3)),
@@ -192,7 +169,9 @@ FAULTS: tuple[Case, ...] = (
           altered(_other_table(10000.0)), "index.roped", log="J04"),
     fault("rope-without-yarn", "F", "right base, frequencies not scaled",
           altered(_other_table(160000.0)), "index.roped"),
-    fault("rope-table-in-bf16", "F", "cos and sin rounded to bf16", altered(_bf16_table),
+    fault("rope-table-in-bf16", "F", "cos and sin rounded to bf16",
+          altered(lambda given:
+                  replace(given, rope_table=given.rope_table.to(torch.bfloat16).to(torch.float32))),
           "index.roped"),
     fault("hadamard-missing-on-keys", "G", "keys not rotated, queries rotated",
           stepped(_rotated(lambda x: x)), "index.rotated", log="G03 G04"),
@@ -201,5 +180,5 @@ FAULTS: tuple[Case, ...] = (
     fault("rotated-in-bf16", "F", "rotated keys rounded to bf16 where fp32 is meant",
           stepped(_rotated(_rotated_in_bf16)), "index.rotated", log="F10"),
     fault("hadamard-over-halves", "G", "two transforms of 64 dims instead of one of 128",
-          stepped(_rotated(_halves)), "index.rotated"),
+          stepped(_rotated(lambda x: _butterfly(x, 64) * f32(64**-0.5))), "index.rotated"),
 )  # fmt: skip

@@ -58,20 +58,12 @@ def on_scores(change: Callable[[Ground, int, Tensor], Tensor], *, follow: bool =
     return plant
 
 
+def _through_bf16(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16).to(torch.float32)
+
+
 def _no_relu(queries: Tensor, weights: Tensor, keys: Tensor, out: Tensor) -> None:
     out.copy_(torch.einsum("shd,td,sh->st", queries, keys, weights))
-
-
-def _no_weights(queries: Tensor, weights: Tensor, keys: Tensor, out: Tensor) -> None:
-    fused_scores(queries, torch.ones_like(weights), keys, out)
-
-
-def _first_head_missing(queries: Tensor, weights: Tensor, keys: Tensor, out: Tensor) -> None:
-    fused_scores(queries[:, 1:], weights[:, 1:], keys, out)
-
-
-def _one_head(queries: Tensor, weights: Tensor, keys: Tensor, out: Tensor) -> None:
-    fused_scores(queries[:, :1], weights[:, :1], keys, out)
 
 
 def _relu_after_sum(queries: Tensor, weights: Tensor, keys: Tensor, out: Tensor) -> None:
@@ -89,16 +81,8 @@ def _dots(queries: Tensor, keys: Tensor) -> Tensor:
 
 def _in_bf16(queries: Tensor, weights: Tensor, keys: Tensor, out: Tensor) -> None:
     """Round every product of a head to bf16 before it is weighted."""
-    dots = _dots(queries, keys).to(torch.bfloat16).to(torch.float32).relu()
+    dots = _through_bf16(_dots(queries, keys)).relu()
     out.copy_(torch.einsum("sht,sh->st", dots, weights))
-
-
-def _bf16_weights(queries: Tensor, weights: Tensor, keys: Tensor, out: Tensor) -> None:
-    fused_scores(queries, weights.to(torch.bfloat16).to(torch.float32), keys, out)
-
-
-def _half_the_dims(queries: Tensor, weights: Tensor, keys: Tensor, out: Tensor) -> None:
-    fused_scores(queries[..., :64], weights, keys[:, :64], out)
 
 
 def _times(factor: float) -> Callable[[Ground, int, Tensor], Tensor]:
@@ -155,20 +139,6 @@ def _poked(value: float) -> Callable[[Ground, int, Tensor], Tensor]:
     return change
 
 
-def _beyond(ground: Ground, request: int, table: Tensor) -> Tensor:
-    """Leave large numbers beyond the last visible entry instead of -inf."""
-    return table.masked_fill(torch.isneginf(table), 1e30)
-
-
-def _zeroed(ground: Ground, request: int, table: Tensor) -> Tensor:
-    return torch.where(torch.isneginf(table), table, 0.0)
-
-
-def _half_range(ground: Ground, request: int, table: Tensor) -> Tensor:
-    """Pass scores through fp16 at 2^17 times their size: large ones overflow."""
-    return (table * 2.0**17).to(torch.float16).to(torch.float32) / 2.0**17
-
-
 def _last_rows_lost(ground: Ground, request: int, table: Tensor) -> Tensor:
     if request == ground.longest:
         table[-2:] = torch.where(torch.isneginf(table[-2:]), table[-2:], 0.0)
@@ -185,37 +155,41 @@ def _rows_of_chunk(ground: Ground, request: int, table: Tensor) -> Tensor:
     return table.masked_fill(hidden, -torch.inf)
 
 
-def _rounded(ground: Ground, request: int, table: Tensor) -> Tensor:
-    return table.to(torch.bfloat16).to(torch.float32)
-
-
 FAULTS: tuple[Case, ...] = (
     fault("relu-missing", "G", "negative products of a head not clipped", by_kernel(_no_relu),
           _SCORES, clear="topk", log="G01 G02"),
     fault("relu-after-the-sum", "G", "the sum over heads clipped instead of its terms",
           by_kernel(_relu_after_sum), _SCORES, log="G01"),
-    fault("head-weights-missing", "G", "heads summed without weights", by_kernel(_no_weights),
+    fault("head-weights-missing", "G", "heads summed without weights",
+          by_kernel(lambda q, w, keys, out: fused_scores(q, torch.ones_like(w), keys, out)),
           _SCORES, clear="topk"),
-    fault("head-missing", "O", "one head left out", by_kernel(_first_head_missing), _SCORES,
+    fault("head-missing", "O", "one head left out",
+          by_kernel(lambda q, w, keys, out: fused_scores(q[:, 1:], w[:, 1:], keys, out)), _SCORES,
           log="O05"),
-    fault("scores-of-one-head", "G", "picks of a single head for all", by_kernel(_one_head),
-          _SCORES, log="G01"),
+    fault("scores-of-one-head", "G", "picks of a single head for all",
+          by_kernel(lambda q, w, keys, out: fused_scores(q[:, :1], w[:, :1], keys, out)), _SCORES,
+          log="G01"),
     fault("sigmoid-for-relu", "G", "sigmoid of a head's product", by_kernel(_sigmoid), _SCORES,
           log="G05"),
     fault("dots-in-bf16", "G", "a head's product rounded to bf16", by_kernel(_in_bf16), _SCORES,
           log="G07 G08"),
     fault("score-weights-in-bf16", "G", "weights rounded to bf16 inside the score kernel",
-          by_kernel(_bf16_weights), _SCORES, log="G07"),
-    fault("scores-of-half-the-dims", "O", "64 of 128 dims summed", by_kernel(_half_the_dims),
+          by_kernel(lambda q, w, keys, out: fused_scores(q, _through_bf16(w), keys, out)),
+          _SCORES, log="G07"),
+    fault("scores-of-half-the-dims", "O", "64 of 128 dims summed",
+          by_kernel(lambda q, w, keys, out: fused_scores(q[..., :64], w, keys[:, :64], out)),
           _SCORES, log="O03 O05"),
     fault("scores-gain-0.4%", "G", "all scores 0.4 % too large", on_scores(_times(1.004)), _SCORES,
           clear="topk"),
     fault("wrong-positive-constant", "G", "all scores times 512^-0.5 / 128^-0.5",
           on_scores(_times(0.5)), _SCORES, clear="topk", log="G06"),
-    fault("scores-rounded-to-bf16", "G", "scores handed over in bf16", on_scores(_rounded), _SCORES,
+    fault("scores-rounded-to-bf16", "G", "scores handed over in bf16",
+          on_scores(lambda g, r, table: _through_bf16(table)), _SCORES,
           log="G07"),
-    fault("scores-overflow-fp16", "C", "scores through fp16", on_scores(_half_range), _SCORES,
-          log="C10"),
+    fault("scores-overflow-fp16", "C", "scores through fp16",
+          on_scores(lambda g, r, table:
+                    (table * 2.0**17).to(torch.float16).to(torch.float32) / 2.0**17),
+          _SCORES, log="C10"),
     fault("key-scale-missing", "D", "scores without the key scale", by_reader(_no_key_scale),
           _SCORES),
     fault("key-scale-of-the-neighbour", "D", "scores with the scale of the row before",
@@ -236,8 +210,11 @@ FAULTS: tuple[Case, ...] = (
     fault("score-infinite", "C", "one +inf among the scores", on_scores(_poked(float("inf"))),
           _SCORES, log="C02 E03"),
     fault("mask-not-infinite", "C", "1e30 beyond the last visible entry",
-          on_scores(_beyond, follow=False), _SCORES, log="C09 P05"),
-    fault("scores-all-zero", "A", "a reduction that returns zeros", on_scores(_zeroed), _SCORES,
+          on_scores(lambda g, r, table: table.masked_fill(torch.isneginf(table), 1e30),
+                    follow=False),
+          _SCORES, log="C09 P05"),
+    fault("scores-all-zero", "A", "a reduction that returns zeros",
+          on_scores(lambda g, r, table: torch.where(torch.isneginf(table), table, 0.0)), _SCORES,
           log="A09 E07"),
     fault("last-rows-of-zeros", "E", "the last two queries of a request get zeros",
           on_scores(_last_rows_lost), _SCORES, log="E08 J03"),

@@ -41,17 +41,9 @@ def gained(factor: float) -> Callable[[F32], StoredRows]:
     return lambda y: narrow.store_fp8(y * f32(factor))
 
 
-def _bf16_first(y: F32) -> StoredRows:
-    return narrow.store_fp8(narrow.widen_bf16(narrow.to_bf16(y)))
-
-
 def _neighbour_scale(y: F32) -> StoredRows:
     rows = narrow.store_fp8(y)
     return replace(rows, scales=np.roll(rows.scales, 1, axis=0))
-
-
-def _power_of_two(y: F32) -> StoredRows:
-    return _plain(y, np.exp2(np.ceil(np.log2(_scale(y)))).astype(f32))
 
 
 def raw_codes_rounded_scale(y: F32) -> StoredRows:
@@ -60,16 +52,6 @@ def raw_codes_rounded_scale(y: F32) -> StoredRows:
     return _plain(
         y, np.exp2(np.ceil(np.log2(raw))).astype(f32), narrow.to_e4m3((y / raw).astype(f32))
     )
-
-
-def _largest_240(y: F32) -> StoredRows:
-    """Scale to 240, the largest number of the other E4M3."""
-    return _plain(y, _scale(y, top=f32(240.0)))
-
-
-def _other_bias(y: F32) -> StoredRows:
-    """Write codes of the E4M3 whose exponent bias is 8: read back they are twice as large."""
-    return _plain(y, _scale(y), narrow.to_e4m3((y / _scale(y) * f32(2)).astype(f32)))
 
 
 def _transposed_scale_bytes(y: F32) -> StoredRows:
@@ -96,10 +78,6 @@ def bf16_rows(to_bf16: Callable[[F32], npt.NDArray[np.uint16]]) -> Callable[[F32
         return StoredRows(rows.view(np.uint8), np.empty((y.shape[1], 0), np.uint8))
 
     return store
-
-
-def _gained_bf16(y: F32) -> StoredRows:
-    return narrow.store_bf16(np.ascontiguousarray(y * f32(1.004)))
 
 
 def _towards_zero(x: F32) -> U8:
@@ -204,7 +182,6 @@ def _log2_exponent(g: F32) -> npt.NDArray[np.uint32]:
 
 
 def _ties_away(x: F32) -> U8:
-    """Return E4M3 codes, values exactly between two numbers rounded away from zero."""
     return narrow.to_e4m3(np.nextafter(x, np.copysign(f32(np.inf), x)))
 
 
@@ -218,18 +195,23 @@ def _rope_truncated(y: F32) -> StoredRows:
 FAULTS: tuple[Case, ...] = (
     fault("store-gain-0.4%", "H", "stored keys 0.4 % too large", stored(gained(1.004)), _INDEX),
     fault("store-gain-2%", "H", "stored keys 2 % too large", stored(gained(1.02)), _INDEX),
-    fault("store-bf16-first", "H", "keys rounded to bf16 before fp8", stored(_bf16_first), _INDEX,
+    fault("store-bf16-first", "H", "keys rounded to bf16 before fp8",
+          stored(lambda y: narrow.store_fp8(narrow.widen_bf16(narrow.to_bf16(y)))), _INDEX,
           log="F10"),
     fault("scale-of-the-neighbour", "D", "every key with the scale of the token before it",
           stored(_neighbour_scale), _INDEX, log="D16"),
     fault("scale-a-power-of-two", "H", "power-of-two scale where a plain one is meant",
-          stored(_power_of_two), _INDEX, log="H03 H06"),
+          stored(lambda y: _plain(y, np.exp2(np.ceil(np.log2(_scale(y)))).astype(f32))), _INDEX,
+          log="H03 H06"),
     fault("scale-rounded-codes-not", "H",
           "codes under the raw scale, the power of two above it stored",
           stored(raw_codes_rounded_scale), _INDEX, log="H01"),
-    fault("scale-of-240", "H", "scale for a largest number of 240", stored(_largest_240), _INDEX),
+    fault("scale-of-240", "H", "scale for a largest number of 240",
+          stored(lambda y: _plain(y, _scale(y, top=f32(240.0)))), _INDEX),
     fault("e4m3-of-another-bias", "H", "codes of the E4M3 with exponent bias 8",
-          stored(_other_bias), _INDEX),
+          stored(lambda y:
+                 _plain(y, _scale(y), narrow.to_e4m3((y / _scale(y) * f32(2)).astype(f32)))),
+          _INDEX),
     fault("scale-bytes-reversed", "D", "scale bytes in the other order",
           stored(_transposed_scale_bytes), _INDEX),
     fault("scale-clips", "H", "scale of twice the mean magnitude, larger values clipped",
@@ -238,7 +220,8 @@ FAULTS: tuple[Case, ...] = (
           stored(lambda y: _plain(y, _scale(y, f32(1e-30)))), _INDEX, on=Setting(kind="small")),
     fault("floor-of-another-rule", "H", "floor 1e-2 under the amax",
           stored(lambda y: _plain(y, _scale(y, f32(1e-2)))), _INDEX, on=Setting(kind="small")),
-    fault("bf16-gain-0.4%", "H", "bf16 keys 0.4 % too large", stored(_gained_bf16), _INDEX,
+    fault("bf16-gain-0.4%", "H", "bf16 keys 0.4 % too large",
+          stored(lambda y: narrow.store_bf16(np.ascontiguousarray(y * f32(1.004)))), _INDEX,
           on=_BF16),
     fault("bf16-truncated", "H", "bf16 keys cut off instead of rounded",
           stored(bf16_rows(truncated_bf16)), _INDEX, on=_BF16),
@@ -249,7 +232,8 @@ FAULTS: tuple[Case, ...] = (
     fault("fp8-truncated", "H", "fp8 codes cut off instead of rounded", stored(_truncated_fp8),
           _INDEX),
     fault("fp8-ties-away", "H", "fp8 codes of values exactly between two numbers rounded up",
-          stored(lambda y: _main(y, codes_of=_ties_away), MAIN), _MAIN, log="F10"),
+          stored(lambda y: _main(y, codes_of=_ties_away), MAIN),
+          _MAIN, log="F10"),
     fault("fp4-truncated", "H", "fp4 codes cut off instead of rounded",
           stored(lambda y: _fp4(y, codes=_truncated_e2m1)), _INDEX, on=_FP4),
     fault("fp4-scale-floored", "H", "fp4 scale rounded down",
