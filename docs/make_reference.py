@@ -50,7 +50,7 @@ def pages() -> dict[str, str]:
 def schema_page(name: str) -> str:
     """Return the page of ``needlepoint.NAME/1``."""
     schema = json.loads(shipped_schema(name))
-    file = f"../../verify/{name}.schema.json"
+    file = f"../../verify/schema/{name}.schema.json"
     lines = [
         f"# {schema['$id']}",
         "",

@@ -1,4 +1,4 @@
-"""The documents say what is: commands print what is shown, links resolve, modules are listed.
+"""The documents say what is: commands print what is shown, links resolve, rooms are named.
 
 In a ``console`` block a line that starts with ``$`` is a command and the lines up to the next one
 are its output. ``...`` alone on a line stands for any number of lines, within a line for any text;
@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -31,8 +32,9 @@ from needlepoint.verify.numerics.limits import Limits
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "fixtures/README.md"})
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
-PACKAGES = ("reference", "optimized", "verify")
+ROOMS = (ROOT / "docs/architecture.md").read_text().partition("## Rooms")[2]
+CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SIDES = ("optimized", "verify")
 
 Step = tuple[str, str]
 """A command and the output that the document shows."""
@@ -189,15 +191,26 @@ def test_relative_links_resolve(document: Path) -> None:
         assert not part or part in map(anchor, headings), target
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_architecture_lists_every_module(package: str) -> None:
-    (section,) = re.findall(
-        rf"^## `{package}/`.*?\n(.*?)(?=^## |\Z)", ARCHITECTURE.read_text(), re.M | re.S
-    )
-    listed = re.findall(r"^\| `(\w+\.py)` \|", section, re.MULTILINE)
-    on_disk = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py"}
-    assert len(listed) == len(set(listed))
-    assert set(listed) == on_disk
+@pytest.mark.parametrize("side", SIDES)
+def test_architecture_names_the_rooms_that_exist(side: str) -> None:
+    named = re.findall(rf"^\| `{side}/(\w+)/` \|", ROOMS, re.MULTILINE)
+    folders = [path for path in (ROOT / side).iterdir() if path.name != "__pycache__"]
+    assert sorted(named) == sorted(path.name for path in folders if path.is_dir())
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_architecture_has_the_rooms_in_the_order_of_the_import_contracts(side: str) -> None:
+    levels: dict[str, int] = {}
+    for contract in CONFIG["tool"]["importlinter"]["contracts"]:
+        for container in contract.get("containers", [""]):
+            for level, layer in enumerate(contract.get("layers", ())):
+                for module in layer.split("|"):
+                    levels[f"{container}.{module.strip()}".removeprefix(".")] = level
+    named = re.findall(rf"^\| `{side}/(\w+)/` \|", ROOMS, re.MULTILINE)
+    modules = [f"needlepoint.{side}.{room}" for room in named]
+    found = [levels[module] for module in modules if module in levels]
+    assert len(found) > 3
+    assert found == sorted(found)
 
 
 @pytest.mark.parametrize(
