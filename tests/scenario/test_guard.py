@@ -9,7 +9,7 @@ from torch import Tensor
 
 from needlepoint.optimized.protocol.serving import Cache
 from needlepoint.verify.layout.geometry import geometry
-from needlepoint.verify.scenario.guard import Guard, Owned
+from needlepoint.verify.scenario.run import Guard, Owned
 
 GEOMETRY = geometry("index-bf16", 64)
 

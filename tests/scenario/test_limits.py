@@ -19,8 +19,7 @@ from needlepoint.optimized.protocol.serving import (
 )
 from needlepoint.reference.stages import CompressedRows
 from needlepoint.verify.scenario.events import Accept, Decode, Draft, Fork, Prefill, Scenario
-from needlepoint.verify.scenario.reference import ReferenceServer
-from needlepoint.verify.scenario.reference_rows import WIDTHS
+from needlepoint.verify.scenario.reference import WIDTHS, ReferenceServer
 from needlepoint.verify.scenario.rules import check
 from needlepoint.verify.scenario.trial import covers, try_candidate
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -114,10 +114,24 @@ class Outputs:
             files |= result_files(result, rows, self.json)
         write_files(files, force=self.force)
         with reader_may_leave():
-            print_report(result, plain_console(sys.stdout), brief=self.quiet, limits=limits)
+            print_report(
+                result,
+                plain_console(sys.stdout),
+                brief=self.quiet,
+                limits=limits,
+                timelines=_timelines(result),
+            )
         for note in result.notes if self.quiet else ():  # a full report holds them
             _say(f"note: {note}")
         return EXIT_CODES[result.verdict]
+
+
+def _timelines(result: Result) -> Iterable[tuple[str, list[str]]]:
+    if result.scenario is None:
+        return ()
+    from needlepoint.verify.scenario.timeline import timelines  # it needs torch
+
+    return timelines(result.scenario)
 
 
 @contextmanager

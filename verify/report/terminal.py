@@ -26,6 +26,7 @@ from needlepoint.verify.report.tables import (
     topk_table,
     worst_table,
 )
+from needlepoint.verify.schema.recall import ScenarioResult
 from needlepoint.verify.schema.result import (
     CANNOT_JUDGE,
     DIFFER,
@@ -50,7 +51,12 @@ _WHERE_ALL_IS = "see --json or --html"
 
 
 def print_report(
-    result: Result, console: Console, *, brief: bool = False, limits: bool = False
+    result: Result,
+    console: Console,
+    *,
+    brief: bool = False,
+    limits: bool = False,
+    timelines: Iterable[tuple[str, list[str]]] = (),
 ) -> None:
     """Print the report of a result.
 
@@ -64,6 +70,9 @@ def print_report(
         Print the first line alone.
     limits
         List the smallest limit that each stage passes.
+    timelines
+        Titled lines about failing histories, which ``verify.scenario.timeline`` makes; read only
+        where the whole report is printed.
     """
     console.print(_styled(result.verdict, headline(result)), soft_wrap=True)
     if brief:
@@ -74,7 +83,7 @@ def print_report(
         console.print()
         console.print(Text("Smallest limit that every row passes"))
         console.print(_indent(limit_table(result)))
-    for part in _parts(result):
+    for part in _parts(result, timelines):
         console.print()
         console.print(part)
     if result.shrink is not None:
@@ -83,7 +92,7 @@ def print_report(
         console.print(Text(f"replay: {result.shrink.command}"), soft_wrap=True)
 
 
-def _parts(result: Result) -> Iterable[RenderableType]:
+def _parts(result: Result, timelines: Iterable[tuple[str, list[str]]]) -> Iterable[RenderableType]:
     """Yield the sections in order."""
     for candidate in result.candidates:
         yield _candidate(candidate)
@@ -94,10 +103,9 @@ def _parts(result: Result) -> Iterable[RenderableType]:
     if memory:
         yield _list("Transient memory", memory)
     if result.scenario is not None:
-        from needlepoint.verify.report.scenario_report import scenario_sections  # it needs torch
-
-        for title, lines in scenario_sections(result.scenario):
-            yield _list(title, lines)
+        yield _list("Scenarios", _scenarios(result.scenario))
+    for title, lines in timelines:
+        yield _list(title, lines)
     yield from recall_parts(result)
     yield from extra_parts(result)
     if result.gates:
@@ -212,6 +220,17 @@ def _folded_line(candidate: CandidateResult, folded: list[LayerResult]) -> str:
     if closest is None:
         return line
     return f"{line}; closest to its limit: layer {-closest[1]} {closest[2]} at {number(closest[0])}"
+
+
+def _scenarios(scenario: ScenarioResult) -> list[str]:
+    """Return what the histories covered."""
+    return [
+        f"histories: {scenario.histories}, {scenario.distinct} distinct, "
+        f"{scenario.failures} with a failure",
+        "events: " + ", ".join(f"{kind} {count}" for kind, count in scenario.events.items()),
+        f"lengths: {scenario.residues4} of 4 residues modulo 4, {scenario.residues128} of 128 "
+        "modulo 128",
+    ]
 
 
 def _memory(candidate: CandidateResult) -> list[str]:

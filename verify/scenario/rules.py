@@ -1,18 +1,24 @@
 """What is possible: from events to what a server is asked to do, each with its slots and pages.
 
 One walk over the events serves both ends. It refuses an event that cannot happen, naming it, and it
-returns the actions that every server of the scenario is driven by.
+returns the actions that every server of the scenario is driven by. Slots and pages are a
+scheduler's: the last one given back is the next one given out, and nothing is cleared on the way,
+so whatever a request leaves behind lies in the next one's place.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
-from needlepoint.optimized.protocol.serving import BF16_STATE, FP32_STATE, MAX_DRAFT
+from needlepoint.optimized.protocol.interface import INDEX, MAIN
+from needlepoint.optimized.protocol.serving import BF16_STATE, FP32_STATE, MAX_DRAFT, Place
 from needlepoint.optimized.serving.ranks import LAYOUTS
+from needlepoint.verify.inputs.synthetic_draw import Draw
 from needlepoint.verify.scenario.actions import JUNK, Action, CallPart, ScenarioError, View
 from needlepoint.verify.scenario.events import (
     CALLS,
@@ -33,7 +39,6 @@ from needlepoint.verify.scenario.events import (
     Split,
     kind_of,
 )
-from needlepoint.verify.scenario.pages import Pages, Store, place_of
 
 SIDES = ("front", "back")
 MAX_RANKS = 8
@@ -236,14 +241,14 @@ class _Walk:
         if isinstance(event, Free | Evict):
             _require(held.state == "live", f"request {name} owns no slot and no pages")
             before = held.view()
-            self._store.give_back(held.pages, held.pool, held.slot)
+            self._store.take_back(held.pages, held.pool, held.slot)
             state = "finished" if isinstance(event, Free) else "new"
             self._held[name] = _Held(name, held.text, state)
             return Action(index, event, before=before)
         self._require_owner(held)
         before = held.view()
         if isinstance(event, Offload):
-            self._store.give_back(held.pages, held.pool, held.slot)
+            self._store.take_back(held.pages, held.pool, held.slot)
             held.state = "offloaded"
             return Action(index, event, before=before)
         if isinstance(event, Copy):
@@ -252,7 +257,7 @@ class _Walk:
                 f"{name} is in pool {held.pool}; expected another one of {self._pools}",
             )
             pages = self._store.grow({"index": [], "main": []}, event.pool, held.length)
-            self._store.give_back(held.pages, held.pool)
+            self._store.take_back(held.pages, held.pool)
             held.pages, held.pool = pages, event.pool
             return Action(index, event, before=before, after=held.view())
         raise ScenarioError(f"unknown kind {kind_of(event)}")
@@ -298,3 +303,84 @@ def _check_sizes(scenario: Scenario) -> None:
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
+
+
+PATHS = (INDEX, MAIN)
+Pages = dict[str, list[int]]
+"""Page ids by path, the page of entry 0 first."""
+
+
+class Store:
+    """The slots and pages of one scenario; page numbers are shuffled, other ones for each path."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.page_tokens = scenario.page_tokens
+        self._slots = list(range(scenario.slots))[::-1]
+        self._free: dict[tuple[str, int], list[int]] = {}
+        for path in PATHS:
+            for pool in range(scenario.pools):
+                draw = Draw(scenario.seed, f"pages of {path} in pool {pool}")
+                self._free[path, pool] = draw.channels(scenario.pages, scenario.pages).tolist()
+        self._users: Counter[tuple[str, int, int]] = Counter()
+
+    def take_slot(self) -> int:
+        """Return a slot.
+
+        Raises
+        ------
+        ValueError
+            If every slot is taken.
+        """
+        if not self._slots:
+            raise ValueError("every slot is taken; free, evict or offload a request first")
+        return self._slots.pop()
+
+    def count(self, tokens: int) -> int:
+        """Return the pages that so many tokens need."""
+        return -(-tokens // self.page_tokens)
+
+    def grow(self, pages: Pages, pool: int, tokens: int) -> Pages:
+        """Return the page table grown to hold so many tokens; the one given stays as it is.
+
+        Raises
+        ------
+        ValueError
+            If the pool has no page left.
+        """
+        grown = {path: list(pages[path]) for path in PATHS}
+        for path in PATHS:
+            while len(grown[path]) < self.count(tokens):
+                grown[path].append(self._take(path, pool))
+        return grown
+
+    def share(self, pages: Pages, pool: int, prefix: int) -> Pages:
+        """Return a table that shares the pages that a prefix fills and owns the one it does not."""
+        full = prefix // self.page_tokens
+        shared = {path: pages[path][:full] for path in PATHS}
+        for path in PATHS:
+            self._users.update((path, pool, page) for page in shared[path])
+        return self.grow(shared, pool, prefix)
+
+    def take_back(self, pages: Pages, pool: int, slot: int | None = None) -> None:
+        """Give pages back, those that nobody else shares, and a slot."""
+        for path in PATHS:
+            for page in pages[path]:
+                self._users[path, pool, page] -= 1
+                if not self._users[path, pool, page]:
+                    self._free[path, pool].append(page)
+        if slot is not None:
+            self._slots.append(slot)
+
+    def _take(self, path: str, pool: int) -> int:
+        free = self._free[path, pool]
+        if not free:
+            raise ValueError(f"pool {pool} has no page left; give the scenario more pages")
+        page = free.pop()
+        self._users[path, pool, page] += 1
+        return page
+
+
+def place_of(slot: int, pool: int, pages: Pages, length: int) -> Place:
+    """Return a place as servers are told it."""
+    tables = {path: torch.tensor(ids, dtype=torch.int32) for path, ids in pages.items()}
+    return Place(slot, pool, tables, length)

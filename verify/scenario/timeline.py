@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from needlepoint.verify.scenario.actions import Action
 from needlepoint.verify.scenario.events import Evict, Free, Offload, Pad, Scenario, Split
+from needlepoint.verify.scenario.file import parse_scenario
 from needlepoint.verify.scenario.rules import check
+from needlepoint.verify.schema.recall import ScenarioFailure, ScenarioResult
 
 
 def timeline(scenario: Scenario, failed: int | None = None) -> list[str]:
@@ -64,3 +68,23 @@ def _apply(action: Action, held: dict[str, str]) -> None:
     for kind, word in ((Free, "end"), (Evict, "-"), (Offload, "out")):
         if isinstance(action.event, kind):
             held[action.before.request] = word
+
+
+def timelines(scenario: ScenarioResult) -> Iterator[tuple[str, list[str]]]:
+    """Yield titled lines of a report: the history that was replayed, or each that failed."""
+    if scenario.replayed is not None:
+        # The mark belongs to this history; a sweep's failures have their own below.
+        failed = scenario.failing[0].event if scenario.failing else None
+        yield "Timeline", timeline(parse_scenario(scenario.replayed), failed)
+        return
+    for failure in scenario.failing:
+        yield _title(failure), timeline(parse_scenario(failure.history), failure.event)
+        yield "The same as a file for --scenario FILE", failure.history.splitlines()
+
+
+def _title(failure: ScenarioFailure) -> str:
+    who = f"request {failure.request} position {failure.position}" if failure.request else "a byte"
+    return (
+        f"{failure.candidate}, ratio {failure.ratio}: event {failure.event}, {who}: "
+        f"{failure.path}.{failure.stage}, {failure.detail}"
+    )

@@ -23,10 +23,8 @@ from needlepoint.verify.scenario.actions import Action
 from needlepoint.verify.scenario.bank import RATIOS, Bank, bank
 from needlepoint.verify.scenario.events import Scenario
 from needlepoint.verify.scenario.expected import specification_rows
-from needlepoint.verify.scenario.judge import ByteJudge, Judge
-from needlepoint.verify.scenario.limits import LimitJudge
-from needlepoint.verify.scenario.reference import ReferenceCandidate
-from needlepoint.verify.scenario.reference_rows import reference_expected
+from needlepoint.verify.scenario.judge import ByteJudge, Judge, LimitJudge
+from needlepoint.verify.scenario.reference import ReferenceCandidate, reference_expected
 from needlepoint.verify.scenario.rules import check
 from needlepoint.verify.scenario.run import Failure, run_scenario
 
