@@ -1,6 +1,8 @@
 """The reference: what DeepSeek-V4's compressor and indexer mean to compute, in plain PyTorch.
 
-To understand the mechanism, read in this order; each module is one idea.
+Open ``model`` first: one layer from hidden states to attention output, in plain lines and exact
+arithmetic. The other modules are the same computation with every rounding point of a kernel, in
+calls of any size; a test holds them to ``model``. Each is one idea:
 
 1. ``config``, ``weights``: shapes and tensors of a layer.
 2. ``compressor``: windows of tokens become one row; ``norm``, ``rope`` and ``hadamard`` finish it.
