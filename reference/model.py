@@ -206,12 +206,13 @@ def rope(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
     The angle is a product in fp32, as the model makes it: at a million tokens its step is 0.06 rad.
     """
+    count = len(frequencies)
     angles = torch.outer(positions.float(), frequencies).double()  # [n, pairs]
     turns = torch.polar(torch.ones_like(angles), angles)
-    turns = turns.view(len(x), *(1,) * (x.dim() - 2), len(frequencies))  # the same for each head
-    split = x.shape[-1] - 2 * len(frequencies)
-    pairs = torch.view_as_complex(x[..., split:].reshape(*x.shape[:-1], -1, 2))
-    return torch.cat((x[..., :split], torch.view_as_real(pairs * turns).flatten(-2)), dim=-1)
+    turns = turns.view(len(x), *(1,) * (x.dim() - 2), count)  # the same for each head
+    still, turned = x[..., : -2 * count], x[..., -2 * count :]
+    pairs = torch.view_as_complex(turned.reshape(*x.shape[:-1], count, 2))
+    return torch.cat((still, torch.view_as_real(pairs * turns).flatten(-2)), dim=-1)
 
 
 def rope_frequencies(config: ModelConfig, *, compressed: bool) -> Tensor:
