@@ -16,22 +16,22 @@ PAGE = 64  # rows a page
 
 
 class MyKernel:
-    """Pools, finishes and stores index keys; everything after the store is not covered."""
+    """Pools, finishes and stores index keys; it does nothing after the store."""
 
     info = CandidateInfo("mine", "fp8", "cpu", "needlepoint", variant="torch", source_sha256="")
 
     def stages(self, ratio: int) -> frozenset[tuple[str, str]]:
-        """Return the stages that :meth:`run` hands back."""
+        """Return the stages that :meth:`run` returns for a layer of this compression ratio."""
         return frozenset({("index", "pooled"), ("index", "stored")} if ratio == 4 else ())
 
     def run(self, inputs: LayerInputs) -> Observed:
-        """Compute one layer; requests follow one another in every tensor."""
-        given, lengths = inputs.index, list(inputs.lengths)
-        if given is None:  # a layer of ratio 128 has no index keys
+        """Compute one layer; every tensor holds one request after another."""
+        keys, lengths = inputs.index, list(inputs.lengths)
+        if keys is None:  # a layer of ratio 128 has no index keys
             return Observed()
-        requests = zip(split(given.kv, lengths), split(given.score, lengths), strict=True)
-        pooled = [pool(kv, score, given.ape) for kv, score in requests]
-        pages = [store(rows, given.norm_weight, inputs) for rows in pooled]
+        requests = zip(split(keys.kv, lengths), split(keys.score, lengths), strict=True)
+        pooled = [pool(kv, score, keys.ape) for kv, score in requests]
+        pages = [store(rows, keys.norm_weight, inputs) for rows in pooled]
         page_ids = torch.arange(sum(map(len, pages)), dtype=torch.int32)
         stored = PagedRows(
             layout="index-fp8",
