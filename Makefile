@@ -27,6 +27,7 @@ test: lint
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	find optimized/csrc -type f | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
 	PYTHONPATH=.typing $(BIN)/lint-imports
 

@@ -37,7 +37,7 @@ class ScoreCase:
         Row format of queries and keys.
     heads, counts, entries
         Heads; query rows and keys of each request.
-    query, limits
+    query, context_lens
         Stored queries, and int32 ``[rows]`` on the device.
     keys, key_scales
         Decoded keys fp32 ``[sum(entries), 128]`` (fp4 with its scales) and fp8 scales or None.
@@ -50,7 +50,7 @@ class ScoreCase:
     counts: tuple[int, ...]
     entries: tuple[int, ...]
     query: QueryRows
-    limits: Tensor
+    context_lens: Tensor
     keys: Tensor
     key_scales: Tensor | None
     stored: KeyRows
@@ -62,11 +62,11 @@ class ScoreCase:
 
     def plan(self, unit: str = MMA) -> ScorePlan:
         """Return the plan of the batch, on the device."""
-        return plan_scores(self.counts, self.heads, unit).to(self.limits.device)
+        return plan_scores(self.counts, self.heads, unit).to(self.context_lens.device)
 
     def paged(self, page_size: int, seed: int = 0, *, spare: int = 3) -> KeyPages:
         """Return the keys in shuffled pages; bytes of no key are 0xFF."""
-        device = self.limits.device
+        device = self.context_lens.device
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-n // page_size) for n in self.entries]
         order = torch.randperm(sum(counts) + spare, generator=generator).to(torch.int32)
@@ -91,14 +91,14 @@ class ScoreCase:
         return KeyPages(self.row, pages, page_size, table.to(device))
 
     def true_rows(self, accumulator: str = "fp32") -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield rows, their scores in float64 (-inf past the limit) and the bound of each.
+        """Yield rows, their scores in float64 (-inf past the context) and the bound of each.
 
         The bound is the table's constant of fp32 sums times ``sum_h |w_h| sum_d |q_hd k_d|`` (times
         the key scale). ``"sm90-fp8"`` adds what the short sums of Hopper can lose: each of four
         instructions cuts 32 products and the sum so far at 2^-13 of the largest of them, which is
         at most the magnitudes of all products so far.
         """
-        device, columns = self.limits.device, self.columns
+        device, columns = self.context_lens.device, self.columns
         starts = [0]
         for n in self.entries:
             starts.append(starts[-1] + n)
@@ -121,7 +121,7 @@ class ScoreCase:
                     found, bound = found * scale, bound * scale
                 out = found.new_full((found.shape[0], columns), -torch.inf)
                 out[:, : found.shape[1]] = found
-                seen = torch.arange(columns, device=device) < self.limits[rows, None]
+                seen = torch.arange(columns, device=device) < self.context_lens[rows, None]
                 out.masked_fill_(~seen, -torch.inf)
                 yield rows, out, torch.nn.functional.pad(bound, (0, columns - bound.shape[1]))
             row += count
@@ -130,7 +130,7 @@ class ScoreCase:
         """Return the batch of some of the requests, in the given order."""
         ends = torch.tensor(self.counts).cumsum(0).tolist()
         rows = torch.cat([torch.arange(ends[r] - self.counts[r], ends[r]) for r in requests]).to(
-            self.limits.device
+            self.context_lens.device
         )
         query = self.query
         return replace(
@@ -143,7 +143,7 @@ class ScoreCase:
                 query.weights[rows],
                 query.scale_folded,
             ),
-            limits=self.limits[rows],
+            context_lens=self.context_lens[rows],
         )
 
 
@@ -176,7 +176,7 @@ def make_case(
     kind: str = "normal",
     seed: int = 0,
     device: str = "cuda",
-    limits: Sequence[int] | None = None,
+    context_lens: Sequence[int] | None = None,
 ) -> ScoreCase:
     """Draw a batch.
 
@@ -190,9 +190,8 @@ def make_case(
         Seed of the data.
     device
         Where it is drawn.
-    limits
-        Keys that each row sees; default the causal limits of the last tokens of each request at
-        ratio 4.
+    context_lens
+        Keys that each row sees; default what the last tokens of each request see at ratio 4.
 
     Raises
     ------
@@ -215,12 +214,12 @@ def make_case(
         key_scales = torch.rand(keys, generator=generator, device=device) + 0.1
         if kind == "integers":
             key_scales = torch.ldexp(torch.ones_like(key_scales), (8 * key_scales).int() - 4)
-    if limits is None:
+    if context_lens is None:
         seen = []
         for count, n in zip(counts, entries, strict=True):
             seen += [max(0, n - (count - 1 - i) // 4) for i in range(count)]
     else:
-        seen = list(limits)
+        seen = list(context_lens)
     decoded_keys = {
         "bf16": lambda: values.float(),
         "fp8": lambda: values.view(torch.float8_e4m3fn).float(),
@@ -234,7 +233,7 @@ def make_case(
         counts=tuple(counts),
         entries=tuple(entries),
         query=QueryRows(row, codes, q_scales, weights, row == "fp8"),
-        limits=torch.tensor(seen, dtype=torch.int32, device=device),
+        context_lens=torch.tensor(seen, dtype=torch.int32, device=device),
         keys=decoded_keys,
         key_scales=key_scales,
         stored=KeyRows(row, values, scales, starts.to(device)),

@@ -52,15 +52,15 @@ class ScoreEngines:
         return out
 
     def ragged(self, case: ScoreCase) -> Side | None:
-        """Return DeepGEMM's fp8 scores of one request with the same limits."""
+        """Return DeepGEMM's fp8 scores of one request over the same keys."""
         return None if self.deepgemm is None else Side("DeepGEMM", [self._ragged_call(case)])
 
     def _ragged_call(self, case: ScoreCase) -> Call:
         codes = case.query.codes.view(torch.float8_e4m3fn)
         keys = (case.stored.values.view(torch.float8_e4m3fn), case.stored.scales)
-        first = torch.zeros_like(case.limits)
+        first = torch.zeros_like(case.context_lens)
         return partial(
-            self.deepgemm.fp8_mqa_logits, codes, keys, case.query.weights, first, case.limits
+            self.deepgemm.fp8_mqa_logits, codes, keys, case.query.weights, first, case.context_lens
         )
 
     def paged(
@@ -73,7 +73,7 @@ class ScoreEngines:
         count = torch.cuda.get_device_properties("cuda").multi_processor_count
         for case, pool, paged in zip(cases, pages, keys, strict=True):
             size = paged.page_size
-            lengths = case.limits.view(-1, 1)
+            lengths = case.context_lens.view(-1, 1)
             metadata = self.deepgemm.get_paged_mqa_logits_metadata(lengths, size, count)
             calls.append(
                 partial(
@@ -89,16 +89,16 @@ class ScoreEngines:
             )
         return Side("DeepGEMM", calls)
 
-    def topk(self, values: Sequence[Tensor], limits: Tensor, k: int) -> Side | None:
+    def topk(self, values: Sequence[Tensor], context_lens: Tensor, k: int) -> Side | None:
         """Return SGLang's top-k v2, untranslated."""
         if self.topk_module is None:
             return None
         module = self.topk_module
-        plan = module.plan_topk_v2(limits)
-        picks = torch.empty(limits.shape[0], k, dtype=torch.int32, device=limits.device)
+        plan = module.plan_topk_v2(context_lens)
+        picks = torch.empty(context_lens.shape[0], k, dtype=torch.int32, device=context_lens.device)
         torch.cuda.synchronize()
         calls = [
-            partial(module.topk_transform_paged_v2, x, limits, None, picks, 64, plan)
+            partial(module.topk_transform_paged_v2, x, context_lens, None, picks, 64, plan)
             for x in values
         ]
         return Side("SGLang v2", calls)

@@ -83,7 +83,7 @@ class ScoreRow:
 
 def visible(case: ScoreCase) -> int:
     """Return the (query row, key) pairs that are seen."""
-    return int(case.limits.clamp(0).sum())
+    return int(case.context_lens.clamp(0).sum())
 
 
 def units(row: str) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ def units(row: str) -> tuple[str, ...]:
 def ours(case: ScoreCase, keys: Keys, unit: str) -> Call:
     """Return a call that scores into an output of its own."""
     plan = case.plan(unit)
-    given = require_scores(case.query, case.limits, keys, plan, case.columns)
+    given = require_scores(case.query, case.context_lens, keys, plan, case.columns)
     out = allocate_scores(plan.rows, case.columns, given.device)
     return partial(launch_scores, given, plan, out)
 
@@ -108,7 +108,7 @@ def _row(name: str, case: ScoreCase, sides: list[Side | None], rounds: int) -> S
 
 def bench_full(row: str, rows: int, keys: int, engines: ScoreEngines) -> ScoreRow:
     """Measure scores of all pairs."""
-    case = make_case(row, HEADS, (rows,), (keys,), limits=[keys] * rows)
+    case = make_case(row, HEADS, (rows,), (keys,), context_lens=[keys] * rows)
     sides: list[Side | None] = [Side(unit, [ours(case, case.stored, unit)]) for unit in units(row)]
     if row == "fp8":
         sides.append(engines.ragged(case))
@@ -118,13 +118,13 @@ def bench_full(row: str, rows: int, keys: int, engines: ScoreEngines) -> ScoreRo
 
 
 def bench_causal(row: str, engines: ScoreEngines) -> Iterator[ScoreRow]:
-    """Measure a causal prefill, and the same shape without a limit."""
+    """Measure a causal prefill, and the same shape without a mask."""
     rows, keys = CAUSAL
-    for name, limits in (
+    for name, context_lens in (
         ("all", [keys] * rows),
         ("causal", [(i + 1) // 4 for i in range(rows)]),
     ):
-        case = make_case(row, HEADS, (rows,), (keys,), limits=limits)
+        case = make_case(row, HEADS, (rows,), (keys,), context_lens=context_lens)
         pages = case.paged(PAGE)
         sides: list[Side | None] = [Side(unit, [ours(case, pages, unit)]) for unit in units(row)]
         if row == "fp8":
@@ -156,14 +156,14 @@ def bench_decode_topk(row: str, requests: int, keys: int) -> ScoreRow:
     unit = units(row)[0]
     pages, plan = case.paged(PAGE), case.plan(unit)
     lists = long_plan(list(case.counts), HEADS, unit).to("cuda")
-    out = allocate_scores(requests, keys, case.limits.device)
+    out = allocate_scores(requests, keys, case.context_lens.device)
     picks = torch.empty(requests, K, dtype=torch.int32, device="cuda")
 
     def two() -> None:
-        scores(case.query, case.limits, pages, plan, keys, out)
-        launch_topk(out, case.limits, picks)
+        scores(case.query, case.context_lens, pages, plan, keys, out)
+        launch_topk(out, case.context_lens, picks)
 
-    arguments = (case.query, case.limits, pages, lists, keys, K)
+    arguments = (case.query, case.context_lens, pages, lists, keys, K)
     times = measure(
         [Side("ours, no matrix", [lambda: score_topk_lists(*arguments)]), Side("matrix", [two])]
     )
@@ -182,15 +182,15 @@ def bench_topk(rows: int, columns: int, special: str, engines: ScoreEngines) -> 
         for _ in range(2 if special == "in the L2" else calls)
     ]
     values = (values * calls)[:calls]  # what a replay costs is the same share of either
-    limits = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
+    context_lens = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
     picks = torch.empty(rows, K, dtype=torch.int32, device="cuda")
 
     def ours_call(scored: Tensor) -> None:
-        launch_topk(scored, limits, picks)
+        launch_topk(scored, context_lens, picks)
 
     sides: list[Side | None] = [
         Side("ours", [partial(ours_call, x) for x in values]),
-        engines.topk(values, limits, K),
+        engines.topk(values, context_lens, K),
         Side("torch", [partial(torch.topk, x, K, dim=1) for x in values]),
     ]
     times = measure([side for side in sides if side is not None], 15)
@@ -201,12 +201,12 @@ def bench_topk(rows: int, columns: int, special: str, engines: ScoreEngines) -> 
 
 def check_against_engines(engines: ScoreEngines) -> str:
     """Compare ours with DeepGEMM once, so that both are known to compute the same."""
-    case = make_case("fp8", HEADS, (512,), (4096,), limits=[4096] * 512)
+    case = make_case("fp8", HEADS, (512,), (4096,), context_lens=[4096] * 512)
     theirs = engines.ragged_scores(case)
     if theirs is None:
         return "DeepGEMM absent"
     plan = case.plan(units("fp8")[0])
-    mine = scores(case.query, case.limits, case.stored, plan, case.columns)
+    mine = scores(case.query, case.context_lens, case.stored, plan, case.columns)
     torch.cuda.synchronize()
     worst = {"ours": 0.0, "DeepGEMM": 0.0}
     for rows, expected, bound in case.true_rows():

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from needlepoint.optimized.build.toolchain import ARCHITECTURES, CSRC, FLAGS, BuildError, toolchain
+from needlepoint.optimized.build.variant import module_source
 from needlepoint.optimized.build.variants import MODULES
 
 BUILD_VARIABLE = "NEEDLEPOINT_KERNEL_BUILD"
@@ -63,9 +64,8 @@ class BuiltModule:
 
 
 def translation_unit(module: str) -> str:
-    """Return the source of a module: one line a variant."""
-    lines = [variant.definition for variant in MODULES[module]]
-    return f'#include "{MODULES[module][0].header}"\n\n' + "\n".join(lines) + "\n"
+    """Return the C++ source of a module; what it includes lies in ``csrc``."""
+    return module_source(module, MODULES[module])
 
 
 def headers(source: str, folder: Path = CSRC) -> tuple[Path, ...]:
@@ -85,7 +85,8 @@ def sources_sha256(module: str, folder: Path = CSRC) -> str:
     """Return the digest of a module's translation unit and headers: what defines its arithmetic."""
     digest = hashlib.sha256(translation_unit(module).encode())
     for path in headers(translation_unit(module), folder):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        name = path.relative_to(folder).as_posix()
+        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

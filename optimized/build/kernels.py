@@ -2,6 +2,9 @@
 
 Prints one JSON line a variant and architecture: ``arch``, ``variant``, ``registers``, ``spills``
 and shared memory, in bytes. A variant of several kernels reports the largest of each.
+
+``--write DIR`` compiles nothing: it writes the C++ of every module, to be read. What the modules
+include lies in ``optimized/csrc``.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from needlepoint.optimized.build.compile import build
+from needlepoint.optimized.build.compile import build, translation_unit
 from needlepoint.optimized.build.toolchain import ARCHITECTURES, BuildError
 from needlepoint.optimized.build.variants import MODULES
 
@@ -127,6 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compile; return 1 if a variant spills or needs too much shared memory, 2 if none compiles."""
     parser = argparse.ArgumentParser(prog="kernels", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder to build in; default a fresh one")
+    parser.add_argument(
+        "--write", type=Path, metavar="DIR", help="write the modules to a new folder and stop"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time")
     parser.add_argument(
         "--arch", action="append", choices=ARCHITECTURES, help="architecture; default all"
@@ -134,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: expected at least 1")
+    if options.write is not None:
+        return _write_modules(options.write)
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as fresh:
         folder = options.out or Path(fresh)
@@ -158,6 +166,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for fault in faults:
         sys.stderr.write(f"kernels: {fault}\n")
     return 1 if faults else 0
+
+
+def _write_modules(folder: Path) -> int:
+    """Write every module's C++ and print the paths; return 2 if the folder cannot be made."""
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        sys.stderr.write(f"kernels: {folder}: {error.strerror}; name a folder that is new\n")
+        return 2
+    for module in MODULES:
+        path = folder / f"{module}.cu"
+        path.write_text(translation_unit(module))
+        sys.stdout.write(f"{path}\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from itertools import product
 
+from needlepoint.optimized.build.arguments import (
+    ScoreArguments,
+    ScoreTopkArguments,
+    TopkArguments,
+)
 from needlepoint.optimized.build.variant import Variant
 
 SCORE_ROWS = ("bf16", "fp8", "fp4")
@@ -20,8 +25,6 @@ TOPK_KINDS = ("rows", "few", "long")
 TOPK_LIMITS = {"rows": 1024, "few": 1024, "long": 2048}
 """Largest k of each top-k kernel."""
 
-_HEADER = "score_exports.h"
-_ROW_CODE = {"bf16": 0, "fp8": 1, "fp4": 2}
 _KEY_BYTES = {"bf16": 256, "fp8": 132, "fp4": 68}
 _STAGES = {"bf16": 3, "fp8": 4, "fp4": 4}
 _STAGE_KEYS = 128
@@ -37,9 +40,9 @@ _WGMMA_BYTES = {
 _WGMMA_TOPK_BYTES = {"bf16": 107136, "fp8": 103072}
 _TOPK_BYTES = {"rows": 41424, "few": 41648, "long": 74384}
 _TOPK_TRAITS = {
-    "rows": ("run_topk", "TopkRows", "11topk_kernelINS_10TopkTraitsILi256E"),
-    "few": ("run_topk_pair", "TopkFew", "16topk_pair_kernel"),
-    "long": ("run_topk", "TopkLong", "11topk_kernelINS_10TopkTraitsILi512E"),
+    "rows": ("topk/topk.cuh", "run_topk", "TopkRows"),
+    "few": ("topk/pair.cuh", "run_topk_pair", "TopkFew"),
+    "long": ("topk/topk.cuh", "run_topk", "TopkLong"),
 }
 
 
@@ -121,58 +124,51 @@ def topk_name(kind: str) -> str:
 
 
 def _scores(heads: int, row: str, unit: str, tile: str) -> Variant:
-    name = score_name(heads, row, unit, tile)
     if unit == MMA:
         shared = _STAGES[row] * _STAGE_KEYS * _KEY_BYTES[row]
         run, traits = "run_scores", f"ScoreTraits<{heads}, Row::{row}, Tile::{tile}>"
-        kernel = "12score_kernelINS_11ScoreTraits"
-        last = f"LNS_4TileE{list(TILES[MMA]).index(tile)}E"
     else:
         shared = _WGMMA_BYTES[row, tile]
         run, traits = "run_wgmma", f"WgmmaTraits<{heads}, Row::{row}, {TILES[WGMMA][tile]}>"
-        kernel, last = "12wgmma_kernelINS_11WgmmaTraits", f"Li{TILES[WGMMA][tile]}ELi2E"
     return Variant(
-        name=name,
+        name=score_name(heads, row, unit, tile),
         module=f"scores_{unit}_{row}",
-        definition=f"NEEDLEPOINT_SCORES({name}, {run}, {shared}, {traits})",
-        symbol=f"{kernel}ILi{heads}ELNS_3RowE{_ROW_CODE[row]}E{last}EE",
-        header=_HEADER,
+        header=f"score/{unit}.cuh",
+        run=run,
+        traits=traits,
+        arguments=ScoreArguments,
         smem_dynamic=shared,
         architectures=WGMMA_ARCHITECTURES if unit == WGMMA else None,
     )
 
 
 def _score_topk(heads: int, row: str, unit: str) -> Variant:
-    name = score_topk_name(heads, row, unit)
     if unit == MMA:
-        shared, run, kernel = _MMA_TOPK_BYTES[row], "run_score_topk", "17score_topk_kernel"
-        traits = "ScoreTopkTraits"
+        header, run, traits = "score/mma_topk.cuh", "run_score_topk", "ScoreTopkTraits"
     else:
-        shared, run, kernel = _WGMMA_TOPK_BYTES[row], "run_wgmma_topk", "17wgmma_topk_kernel"
-        traits = "WgmmaTopkTraits"
+        header, run, traits = "score/wgmma.cuh", "run_wgmma_topk", "WgmmaTopkTraits"
     return Variant(
-        name=name,
+        name=score_topk_name(heads, row, unit),
         module=f"scores_{unit}_{row}",
-        definition=(
-            f"NEEDLEPOINT_SCORE_TOPK({name}, {run}, {shared}, {traits}<{heads}, Row::{row}>)"
-        ),
-        symbol=f"{kernel}INS_15{traits}ILi{heads}ELNS_3RowE{_ROW_CODE[row]}EEE",
-        header=_HEADER,
-        smem_dynamic=shared,
+        header=header,
+        run=run,
+        traits=f"{traits}<{heads}, Row::{row}>",
+        arguments=ScoreTopkArguments,
+        smem_dynamic=(_MMA_TOPK_BYTES if unit == MMA else _WGMMA_TOPK_BYTES)[row],
         architectures=WGMMA_ARCHITECTURES if unit == WGMMA else None,
     )
 
 
 def _topk(kind: str) -> Variant:
-    name, (run, traits, symbol) = topk_name(kind), _TOPK_TRAITS[kind]
-    shared = _TOPK_BYTES[kind]
+    header, run, traits = _TOPK_TRAITS[kind]
     return Variant(
-        name=name,
+        name=topk_name(kind),
         module="topk",
-        definition=f"NEEDLEPOINT_TOPK({name}, {run}, {traits}, {shared})",
-        symbol=symbol,
-        header=_HEADER,
-        smem_dynamic=shared,
+        header=header,
+        run=run,
+        traits=traits,
+        arguments=TopkArguments,
+        smem_dynamic=_TOPK_BYTES[kind],
     )
 
 

@@ -1,4 +1,4 @@
-"""The kernel variants: their names, the C++ line that defines each, and the modules they ship in.
+"""The kernel variants: their names, the C++ traits of each, and the modules they ship in.
 
 A variant is one kernel for one combination of stage, ratio, head_dim, input dtype and row format. A
 module is one translation unit and one shared library; variants that a caller needs together share
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import product
 
+from needlepoint.optimized.build.arguments import QueryArguments, StepArguments, StoreArguments
 from needlepoint.optimized.build.score_variants import SCORE_VARIANTS
 from needlepoint.optimized.build.variant import Variant
 
@@ -20,11 +21,16 @@ SHAPES = ((4, 128), (4, 512), (128, 512))
 """Supported (ratio, head_dim)."""
 
 _CPP_INPUT = {"fp32": "float", "bf16": "bf16"}
-_MANGLED_INPUT = {"fp32": "f", "bf16": "13__nv_bfloat16"}
 _CPP_ROW = {"bf16": "bf16", "fp8": "fp8", "fp4": "fp4", "584": "packed584", "fp32": "fp32"}
-_ROW_CODE = {"bf16": 0, "fp8": 1, "fp4": 2, "584": 3, "fp32": 4}
 _STAGE_R128 = {"fp32": 2**16, "bf16": 2**15}  # kv and score of a block's slice of a window
 _STEPS = ("norm", "rope", "hadamard", "store")
+_STORES = {
+    ("prefill", 4): ("store4/prefill.cuh", "run_prefill4"),
+    ("decode", 4): ("store4/decode.cuh", "run_decode4"),
+    ("prefill", 128): ("store128/store.cuh", "run_store128"),
+    ("decode", 128): ("store128/store.cuh", "run_store128"),
+}
+"""Header and launch function by mode and ratio."""
 
 
 def row_formats(head_dim: int) -> tuple[str, ...]:
@@ -93,43 +99,38 @@ def step_name(step: str, head_dim: int, row: str = "fp32") -> str:
 
 
 def _store(mode: str, ratio: int, head_dim: int, inputs: str, row: str) -> Variant:
-    name = store_name(mode, ratio, head_dim, inputs, row)
     traits = f"{ratio}, {head_dim}, {_CPP_INPUT[inputs]}, Row::{_CPP_ROW[row]}, Mode::{mode}"
+    header, run = _STORES[mode, ratio]
     return Variant(
-        name=name,
+        name=store_name(mode, ratio, head_dim, inputs, row),
         module="steps" if row == "fp32" else f"store_{mode}_r{ratio}_d{head_dim}",
-        definition=f"NEEDLEPOINT_STORE({name}, {traits})",
-        symbol=(
-            f"11StoreTraitsILi{ratio}ELi{head_dim}E{_MANGLED_INPUT[inputs]}"
-            f"LNS_3RowE{_ROW_CODE[row]}ELNS_4ModeE{MODES.index(mode)}EE"
-        ),
+        header=header,
+        run=run,
+        traits=f"StoreTraits<{traits}>",
+        arguments=StoreArguments,
         smem_dynamic=_STAGE_R128[inputs] if ratio == 128 else 0,
     )
 
 
 def _query(inputs: str, row: str) -> Variant:
-    name = query_name(inputs, row)
-    cpp = f"needlepoint::{_CPP_INPUT[inputs]}" if inputs == "bf16" else _CPP_INPUT[inputs]
     return Variant(
-        name=name,
+        name=query_name(inputs, row),
         module="query",
-        definition=f"NEEDLEPOINT_QUERY({name}, {cpp}, needlepoint::Row::{_CPP_ROW[row]})",
-        symbol=f"12query_kernelI{_MANGLED_INPUT[inputs]}LNS_3RowE{_ROW_CODE[row]}EE",
+        header="query/query.cuh",
+        run="run_query",
+        traits=f"QueryTraits<{_CPP_INPUT[inputs]}, Row::{_CPP_ROW[row]}>",
+        arguments=QueryArguments,
     )
 
 
 def _step(step: str, head_dim: int, row: str) -> Variant:
-    name = step_name(step, head_dim, row)
     return Variant(
-        name=name,
+        name=step_name(step, head_dim, row),
         module="steps",
-        definition=(
-            f"NEEDLEPOINT_STEP({name}, {head_dim}, needlepoint::Step::{step}, "
-            f"needlepoint::Row::{_CPP_ROW[row]})"
-        ),
-        symbol=(
-            f"11step_kernelILi{head_dim}ELNS_4StepE{_STEPS.index(step)}ELNS_3RowE{_ROW_CODE[row]}EE"
-        ),
+        header="common/separate_steps.cuh",
+        run="run_step",
+        traits=f"StepTraits<{head_dim}, Step::{step}, Row::{_CPP_ROW[row]}>",
+        arguments=StepArguments,
     )
 
 

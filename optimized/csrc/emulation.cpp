@@ -1,5 +1,5 @@
-// S1 to S7 of docs/specification.md for many windows: the emulation of optimized/pooling.py, rows.py
-// and narrow.py once more, compiled, for comparisons of millions of rows. Those modules define the
+// S1 to S7 of docs/specification.md for many windows: optimized/emulation/ (pooling.py, rows.py,
+// narrow.py) once more, compiled, for comparisons of millions of rows. Those modules define the
 // bytes; the tests hold this file to them.
 //
 // Compiled with contraction off: an operation is one rounding, std::fma is the only fused one.
@@ -69,7 +69,8 @@ struct Pooler {
   const Element *kv, *score;
   std::vector<float> z, m, sums, weighted;
 
-  Pooler(const Rows& job, const Element* kv, const Element* score) : job(job), kv(kv), score(score) {
+  Pooler(const Rows& job, const Element* kv, const Element* score)
+      : job(job), kv(kv), score(score) {
     const int slots = job.ratio == 4 ? 8 : job.ratio;
     z.resize(slots * job.dim);
     m.resize(job.dim);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.build.arguments import QueryArguments
 from needlepoint.optimized.build.variants import query_name
 from needlepoint.optimized.cuda.checks import (
     INPUT_DTYPES,
@@ -13,7 +14,7 @@ from needlepoint.optimized.cuda.checks import (
     require_tensor,
 )
 from needlepoint.optimized.cuda.faults import new_faults, require_no_query_faults
-from needlepoint.optimized.cuda.runtime import kernel
+from needlepoint.optimized.cuda.runtime import launch
 from needlepoint.optimized.emulation.specification import ROPE_DIMS
 from needlepoint.optimized.protocol.interface import QueryRows
 
@@ -95,22 +96,20 @@ def launch_query(
     overlap: bool = True,
 ) -> None:
     """Launch a variant on arguments that :func:`require_query` has accepted."""
-    launch = kernel(name, q.device)
     codes = out.codes.view(torch.uint8)
-    scales = codes if out.scales is None else out.scales
-    with torch.cuda.device(q.device):
-        launch(
-            q,
-            weights,
-            positions,
-            rope_table,
-            codes,
-            scales,
-            out.weights,
-            faults,
-            weight_scale,
-            overlap,
-        )
+    arguments = QueryArguments(
+        q=q,
+        weights=weights,
+        positions=positions,
+        rope=rope_table,
+        codes=codes,
+        scales=codes if out.scales is None else out.scales,
+        folded=out.weights,
+        weight_scale=weight_scale,
+        faults=faults,
+        overlap=overlap,
+    )
+    launch(name, arguments, q.device)
 
 
 def require_query(

@@ -1,4 +1,4 @@
-"""From a variant's name to a function that can be called: architecture, module, cache."""
+"""From a variant's name to a launch: architecture, module, cache."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from functools import cache
 
 import torch
 
+from needlepoint.optimized.build.arguments import Arguments
 from needlepoint.optimized.build.compile import BuiltModule, build
 from needlepoint.optimized.build.toolchain import ARCHITECTURES
 from needlepoint.optimized.build.variants import BY_NAME
-
-Launch = Callable[..., None]
 
 
 class NoDevice(ValueError):
@@ -48,23 +47,39 @@ def module(name: str, architecture: str) -> BuiltModule:
 
 
 @cache
-def _function(name: str, architecture: str) -> Launch:
+def _function(name: str, architecture: str) -> Callable[..., None]:
     import tvm_ffi
 
     loaded = tvm_ffi.load_module(str(module(name, architecture).library))
-    found: Launch = loaded[name]
+    found: Callable[..., None] = loaded[name]
     return found
 
 
-def kernel(name: str, device: torch.device) -> Launch:
-    """Return the launch function of a variant for a device.
+def launch(name: str, arguments: Arguments, device: torch.device) -> None:
+    """Launch a variant on arguments that have been checked.
+
+    Parameters
+    ----------
+    name
+        Name of the variant.
+    arguments
+        Of the kind that the variant takes.
+    device
+        CUDA device that they lie on.
 
     Raises
     ------
+    TypeError
+        For arguments of another kind.
     ValueError
         If the device's architecture is not supported.
     BuildError
         If the module is missing and cannot be compiled.
+    RuntimeError
+        If CUDA refuses the launch; the message names the kernel.
     """
+    expected = BY_NAME[name].arguments
+    if type(arguments) is not expected:
+        raise TypeError(f"{name}: {type(arguments).__name__}, expected {expected.__name__}")
     with torch.cuda.device(device):
-        return _function(name, require_cuda())
+        _function(name, require_cuda())(*arguments)

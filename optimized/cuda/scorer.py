@@ -59,7 +59,7 @@ class CudaScorer:
         entries = self.lengths[request] // self.ratio
         out = scores(
             query_slice(self.query, slice(offset + start, offset + stop)),
-            self._limits(start, stop),
+            self._context_lens(start, stop),
             self.keys,
             self._plan(counts),
             entries,
@@ -68,10 +68,10 @@ class CudaScorer:
 
     def select(self, k: int) -> Tensor:
         """Return the picks int32 ``[tokens, k]`` on the CPU."""
-        limits = [self._limits(0, length) for length in self.lengths]
+        context_lens = [self._context_lens(0, length) for length in self.lengths]
         plan = self._plan(list(self.lengths))
         columns = max((length // self.ratio for length in self.lengths), default=0)
-        seen = torch.cat([torch.empty(0, dtype=torch.int32), *limits])
+        seen = torch.cat([torch.empty(0, dtype=torch.int32), *context_lens])
         return score_topk(self.query, seen, self.keys, plan, columns, k).cpu()
 
     def path_taken(self, k: int) -> str:
@@ -89,5 +89,5 @@ class CudaScorer:
         unit = default_unit(self.keys.row, require_cuda())
         return plan_scores(counts, weights.shape[1], unit).to(weights.device)
 
-    def _limits(self, start: int, stop: int) -> Tensor:
+    def _context_lens(self, start: int, stop: int) -> Tensor:
         return torch.arange(start + 1, stop + 1, dtype=torch.int32) // self.ratio

@@ -1,15 +1,17 @@
-"""Index scores on a CUDA device (S9): fused epilogue, paged or ragged keys, limits per row."""
+"""Index scores on a CUDA device (S9): fused epilogue, paged or ragged keys, a context a row."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.build.arguments import ScoreArguments
 from needlepoint.optimized.build.score_variants import score_name
 from needlepoint.optimized.cuda.checks import require_same_device, require_tensor
-from needlepoint.optimized.cuda.runtime import kernel
+from needlepoint.optimized.cuda.runtime import launch
 from needlepoint.optimized.cuda.score_plan import ScorePlan, keys_of_a_block
 from needlepoint.optimized.emulation.pages import LAYOUTS
 from needlepoint.optimized.protocol.interface import QueryRows
@@ -66,21 +68,38 @@ class KeyRows:
 Keys = KeyPages | KeyRows
 
 
+class KeyArguments(TypedDict):
+    """Keys as a launch takes them."""
+
+    keys: Tensor
+    key_scales: Tensor
+    table: Tensor
+    starts: Tensor
+    page_shift: int
+
+
+class ScoreInputs(KeyArguments):
+    """What every launch over a batch is given, by the names of its arguments."""
+
+    queries: Tensor
+    query_scales: Tensor
+    weights: Tensor
+    context_lens: Tensor
+    columns: int
+
+
 @dataclass(frozen=True)
-class ScoreArguments:
-    """Checked arguments, as the launch functions take them."""
+class CheckedScores:
+    """Checked arguments of :func:`scores`."""
 
     row: str
     device: torch.device
-    tensors: tuple[Tensor, ...]  # queries, query scales, weights, limits
-    keys: tuple[Tensor, ...]  # keys, key scales, table, starts
-    page_shift: int
-    columns: int
+    inputs: ScoreInputs
 
 
 def scores(
     query: QueryRows,
-    limits: Tensor,
+    context_lens: Tensor,
     keys: Keys,
     plan: ScorePlan,
     columns: int,
@@ -94,15 +113,16 @@ def scores(
     ----------
     query
         Stored queries and weights, of :func:`~needlepoint.optimized.cuda.query.store_queries`.
-    limits
-        int32 ``[rows]``: keys ``[0, limit)`` of its request are seen by a row. On the CPU they are
-        checked and copied; on the device they are taken as they are, cut to ``[0, columns]``.
+    context_lens
+        int32 ``[rows]``: keys ``[0, context_len)`` of its request are seen by a row. On the CPU
+        they are checked and copied; on the device they are taken as they are, cut to
+        ``[0, columns]``.
     keys
         :class:`KeyPages` or :class:`KeyRows`, in the format of the queries.
     plan
         From :func:`~needlepoint.optimized.cuda.score_plan.plan_scores`, on the device.
     columns
-        Columns of the output, at least the largest limit.
+        Columns of the output, at least the longest context.
     out
         fp32 ``[rows, columns]``, rows may be strided; None to allocate.
     overlap
@@ -111,7 +131,7 @@ def scores(
     Returns
     -------
     Tensor
-        fp32 ``[rows, columns]``; columns at or past a row's limit are -inf.
+        fp32 ``[rows, columns]``; columns at or past a row's context are -inf.
 
     Raises
     ------
@@ -120,12 +140,12 @@ def scores(
     RuntimeError
         If CUDA refuses a launch; the message names the kernel.
     """
-    given = require_scores(query, limits, keys, plan, columns)
+    checked = require_scores(query, context_lens, keys, plan, columns)
     if out is None:
-        out = allocate_scores(plan.rows, columns, given.device)
+        out = allocate_scores(plan.rows, columns, checked.device)
     require_tensor("out", out, (plan.rows, columns), (torch.float32,), align=4, rows_strided=True)
     require_same_device(weights=query.weights, out=out)
-    launch_scores(given, plan, out, overlap=overlap)
+    launch_scores(checked, plan, out, overlap=overlap)
     return out
 
 
@@ -136,23 +156,23 @@ def allocate_scores(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def launch_scores(
-    given: ScoreArguments, plan: ScorePlan, out: Tensor, *, overlap: bool = True
+    checked: CheckedScores, plan: ScorePlan, out: Tensor, *, overlap: bool = True
 ) -> None:
     """Launch on arguments that :func:`require_scores` has accepted."""
-    with torch.cuda.device(given.device):
-        count = torch.cuda.get_device_properties(given.device).multi_processor_count
-        for tile, groups in plan.groups.items():
-            if not groups.shape[0]:
-                continue
-            span = keys_of_a_block(given.columns, groups.shape[0], tile, count)
-            launch = kernel(score_name(plan.heads, given.row, plan.unit, tile), given.device)
-            sizes = (given.page_shift, given.columns, span)
-            launch(*given.tensors, groups, *given.keys, *sizes, out, overlap)
+    count = torch.cuda.get_device_properties(checked.device).multi_processor_count
+    for tile, groups in plan.groups.items():
+        if not groups.shape[0]:
+            continue
+        span = keys_of_a_block(checked.inputs["columns"], groups.shape[0], tile, count)
+        arguments = ScoreArguments(
+            **checked.inputs, groups=groups, span=span, out=out, overlap=overlap
+        )
+        launch(score_name(plan.heads, checked.row, plan.unit, tile), arguments, checked.device)
 
 
 def require_scores(
-    query: QueryRows, limits: Tensor, keys: Keys, plan: ScorePlan, columns: int
-) -> ScoreArguments:
+    query: QueryRows, context_lens: Tensor, keys: Keys, plan: ScorePlan, columns: int
+) -> CheckedScores:
     """Check the arguments of :func:`scores` and return them as a launch takes them."""
     row = keys.row
     score_name(plan.heads, row, plan.unit, next(iter(plan.groups)))
@@ -172,16 +192,23 @@ def require_scores(
         query_scales = query.scales
     if row == "fp8" and not query.scale_folded:
         raise ValueError("query: fp8 scales are not folded into the weights, expected them folded")
-    require_tensor("limits", limits, (plan.rows,), (torch.int32,), align=4)
-    key_tensors, shift = _require_keys(keys, plan, columns)
-    names = ("keys", "keys.scales", "keys.table", "keys.starts")
+    require_tensor("context_lens", context_lens, (plan.rows,), (torch.int32,), align=4)
+    held = _require_keys(keys, plan, columns)
     device = require_same_device(
         **{"query.codes": codes, "query.weights": query.weights, "query.scales": query_scales},
-        **dict(zip(names, key_tensors, strict=True)),
+        **{"keys": held["keys"], "keys.scales": held["key_scales"]},
+        **{"keys.table": held["table"], "keys.starts": held["starts"]},
         plan=plan.row_requests,
     )
-    tensors = (codes, query_scales, query.weights, _device_limits(limits, columns, device))
-    return ScoreArguments(row, device, tensors, key_tensors, shift, columns)
+    inputs = ScoreInputs(
+        **held,
+        queries=codes,
+        query_scales=query_scales,
+        weights=query.weights,
+        context_lens=_on_device(context_lens, columns, device),
+        columns=columns,
+    )
+    return CheckedScores(row, device, inputs)
 
 
 def _as_bytes(name: str, tensor: Tensor) -> Tensor:
@@ -190,20 +217,22 @@ def _as_bytes(name: str, tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def _device_limits(limits: Tensor, columns: int, device: torch.device) -> Tensor:
-    if limits.device.type != "cpu":
-        require_same_device(limits=limits, keys=torch.empty(0, device=device))
-        return limits
-    if limits.numel() and not 0 <= int(limits.min()) <= int(limits.max()) <= columns:
-        row = int(((limits < 0) | (limits > columns)).nonzero()[0])
+def _on_device(context_lens: Tensor, columns: int, device: torch.device) -> Tensor:
+    """Return visible columns of each row on the device; those of the CPU are checked."""
+    if context_lens.device.type != "cpu":
+        require_same_device(context_lens=context_lens, keys=torch.empty(0, device=device))
+        return context_lens
+    outside = (context_lens < 0) | (context_lens > columns)
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
         raise ValueError(
-            f"limits: row {row} sees {int(limits[row])} keys, expected 0 to {columns}, the columns"
+            f"context_lens: row {row} sees {int(context_lens[row])} keys, expected 0 to "
+            f"{columns}, the columns"
         )
-    return limits.to(device)
+    return context_lens.to(device)
 
 
-def _require_keys(keys: Keys, plan: ScorePlan, columns: int) -> tuple[tuple[Tensor, ...], int]:
-    """Return keys, scales, table and starts, and log2 of the rows of a page."""
+def _require_keys(keys: Keys, plan: ScorePlan, columns: int) -> KeyArguments:
     row = keys.row
     if isinstance(keys, KeyRows):
         byte_rows = _as_bytes("keys.values", keys.values)
@@ -216,7 +245,9 @@ def _require_keys(keys: Keys, plan: ScorePlan, columns: int) -> tuple[tuple[Tens
             scales = keys.scales.reshape(-1, 1).view(torch.uint8) if row == "fp8" else keys.scales
             require_tensor("keys.scales", scales, (byte_rows.shape[0], 4), (torch.uint8,), align=4)
         table = torch.empty((0, 0), dtype=torch.int32, device=byte_rows.device)
-        return (byte_rows, scales, table, keys.starts), 0
+        return KeyArguments(
+            keys=byte_rows, key_scales=scales, table=table, starts=keys.starts, page_shift=0
+        )
     size = keys.page_size
     if size < MIN_PAGE or size & (size - 1):
         raise ValueError(f"keys.page_size {size}: expected a power of two of at least {MIN_PAGE}")
@@ -232,4 +263,10 @@ def _require_keys(keys: Keys, plan: ScorePlan, columns: int) -> tuple[tuple[Tens
         )
     starts = torch.empty(0, dtype=torch.int64, device=keys.pages.device)
     scales = keys.pages[:, size * CODE_BYTES[row] :]
-    return (keys.pages, scales, keys.table, starts), size.bit_length() - 1
+    return KeyArguments(
+        keys=keys.pages,
+        key_scales=scales,
+        table=keys.table,
+        starts=starts,
+        page_shift=size.bit_length() - 1,
+    )

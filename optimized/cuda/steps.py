@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.build.arguments import StepArguments
 from needlepoint.optimized.build.variants import step_name, store_name
 from needlepoint.optimized.cuda.faults import new_faults, require_no_store_faults
-from needlepoint.optimized.cuda.runtime import kernel
+from needlepoint.optimized.cuda.runtime import launch
 from needlepoint.optimized.cuda.store import (
     ROWS,
     PagedPool,
@@ -70,18 +71,17 @@ def store_in_steps(
     require_no_store_faults(faults, plan)
 
     def step(name: str, rows: Tensor, slots: Tensor, target: Tensor, shift: int) -> None:
-        launch = kernel(name, kv.device)
-        with torch.cuda.device(kv.device):
-            launch(
-                rows,
-                weights.norm_weight,
-                weights.rope_table,
-                positions,
-                slots,
-                target,
-                shift,
-                weights.norm_eps,
-            )
+        arguments = StepArguments(
+            rows=rows,
+            norm_weight=weights.norm_weight,
+            rope=weights.rope_table,
+            positions=positions,
+            slots=slots,
+            pool=target,
+            page_shift=shift,
+            eps=weights.norm_eps,
+        )
+        launch(name, arguments, kv.device)
 
     rows = stages["pooled"]
     names = {"norm": "normed", "rope": "roped"}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.build.arguments import StoreArguments
 from needlepoint.optimized.build.variants import store_name
 from needlepoint.optimized.cuda.checks import (
     INPUT_DTYPES,
@@ -19,7 +20,7 @@ from needlepoint.optimized.cuda.checks import (
     require_tensor,
 )
 from needlepoint.optimized.cuda.faults import new_faults, require_no_store_faults
-from needlepoint.optimized.cuda.runtime import kernel
+from needlepoint.optimized.cuda.runtime import launch
 from needlepoint.optimized.cuda.weights import StoreWeights
 from needlepoint.optimized.emulation.pages import LAYOUTS
 from needlepoint.optimized.serving.plan import StorePlan, ring_rows, window_slots
@@ -32,6 +33,8 @@ ROWS = {
     "main-584": (512, "584"),
 }
 """(head_dim, row format) of each page layout."""
+_SHOWN = {"rope": "rope_table", "segments": "plan"}
+"""What a caller calls an argument, where that differs."""
 _STRIDE_BITS = {4: 32, 128: 25}
 """By ratio: a window of 128 tokens counts elements from its first one in 32 bits."""
 
@@ -139,32 +142,32 @@ def launch_store(
     """Launch a variant on arguments that :func:`require_store` has accepted."""
     if state is None:
         state = kv.new_empty((0, ring_rows(weights.ratio), 2, 0))
-    given = {
-        "kv": kv,
-        "score": score,
-        "ape": weights.ape,
-        "norm_weight": weights.norm_weight,
-        "rope_table": weights.rope_table,
-    }
-    planned = {"plan": plan.segments, "slots": plan.slots, "writes": plan.writes}
-    planned |= {"state": state, "pool": pool.pages, "faults": faults, "workspace": plan.workspace}
-    device = require_same_device(**given, **planned)
+    arguments = StoreArguments(
+        kv=kv,
+        score=score,
+        ape=weights.ape,
+        norm_weight=weights.norm_weight,
+        rope=weights.rope_table,
+        segments=plan.segments,
+        slots=plan.slots,
+        writes=plan.writes,
+        state=state,
+        pool=pool.pages,
+        page_shift=pool.page_size.bit_length() - 1,
+        faults=faults,
+        workspace=plan.workspace,
+        eps=weights.norm_eps,
+        score_small=weights.score_small,
+        overlap=overlap,
+    )
+    named = {_SHOWN.get(n, n): t for n, t in arguments._asdict().items() if isinstance(t, Tensor)}
+    device = require_same_device(**named)
     if plan.workspace.numel() < plan.workspace_words:
         raise ValueError(
             f"plan: a workspace of {plan.workspace.numel()} words, expected "
             f"{plan.workspace_words}; call plan.to(device)"
         )
-    shift = pool.page_size.bit_length() - 1
-    launch = kernel(name, device)
-    with torch.cuda.device(device):
-        launch(
-            *given.values(),
-            *planned.values(),
-            shift,
-            weights.norm_eps,
-            weights.score_small,
-            overlap,
-        )
+    launch(name, arguments, device)
 
 
 def require_store(

@@ -1,9 +1,9 @@
 """Exact, deterministic top-k on a CUDA device, and scores that go into it without a matrix.
 
-The picks of a row are the k largest of its first ``limit`` scores, equal scores to the lower
+The picks of a row are the k largest of its first ``context_len`` scores, equal scores to the lower
 column, in ascending order, then -1. A row that sees at most k columns picks them all, whatever they
 hold. -0 equals +0, -inf is a number like others, NaN counts as larger than every number and NaNs as
-equal. Columns at or past the limit are never read. A limit below 0 is 0.
+equal. Columns at or past it are never read. A context below 0 is 0.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.build.arguments import TopkArguments
 from needlepoint.optimized.build.score_variants import (
     TOPK_LIMITS,
     topk_name,
 )
 from needlepoint.optimized.cuda.checks import require_same_device, require_tensor
-from needlepoint.optimized.cuda.runtime import kernel
+from needlepoint.optimized.cuda.runtime import launch
 from needlepoint.optimized.cuda.score_plan import ScorePlan, plan_scores
 from needlepoint.optimized.cuda.scores import (
     Keys,
@@ -57,7 +58,7 @@ class PageTable:
 
 def topk(
     values: Tensor,
-    limits: Tensor,
+    context_lens: Tensor,
     k: int,
     pages: PageTable | None = None,
     *,
@@ -70,7 +71,7 @@ def topk(
     values
         fp32 ``[rows, columns]``, at most 2**20 columns; rows start at multiples of 16 bytes and may
         be strided.
-    limits
+    context_lens
         int32 ``[rows]`` on the device, columns that count.
     k
         Picks a row, at most 2,048.
@@ -89,15 +90,15 @@ def topk(
     ValueError
         Before any launch, if an argument does not fit; the message names it.
     """
-    require_topk(values, limits, k, pages)
+    require_topk(values, context_lens, k, pages)
     picks = torch.empty((values.shape[0], k), dtype=torch.int32, device=values.device)
-    launch_topk(values, limits, picks, pages, overlap=overlap)
+    launch_topk(values, context_lens, picks, pages, overlap=overlap)
     return picks
 
 
 def require_topk(
     values: Tensor,
-    limits: Tensor,
+    context_lens: Tensor,
     k: int,
     pages: PageTable | None,
     columns: int | None = None,
@@ -106,10 +107,10 @@ def require_topk(
     require_tensor("values", values, (None, None), (torch.float32,), rows_strided=True)
     if values.shape[1] > MAX_COLUMNS:
         raise ValueError(f"values: {values.shape[1]} columns, expected at most {MAX_COLUMNS}")
-    require_tensor("limits", limits, (values.shape[0],), (torch.int32,), align=4)
+    require_tensor("context_lens", context_lens, (values.shape[0],), (torch.int32,), align=4)
     reach = values.shape[1] if columns is None else columns
     translation = require_picks(k, pages, values.shape[0], reach)
-    require_same_device(values=values, limits=limits, **translation)
+    require_same_device(values=values, context_lens=context_lens, **translation)
 
 
 def require_picks(k: int, pages: PageTable | None, rows: int, columns: int) -> dict[str, Tensor]:
@@ -149,7 +150,7 @@ class Lists:
 
 def launch_topk(
     values: Tensor,
-    limits: Tensor,
+    context_lens: Tensor,
     picks: Tensor,
     pages: PageTable | None = None,
     lists: Lists | None = None,
@@ -158,21 +159,27 @@ def launch_topk(
 ) -> None:
     """Launch on arguments that :func:`require_topk` has accepted."""
     none = torch.empty((0, 0), dtype=torch.int32, device=values.device)
-    requests, table, shift = none, none, 0
-    if pages is not None:
-        requests, table = pages.row_requests, pages.table
-        shift = pages.page_size.bit_length() - 1
-    found, columns, span, slots = none, values.shape[1], 0, 0
-    if lists is not None:
-        found, columns, span, slots = lists.columns, lists.seen, lists.span, lists.slots
-    launch = kernel(topk_name(topk_kind(picks.shape[0], columns, picks.shape[1])), values.device)
-    with torch.cuda.device(values.device):
-        launch(values, limits, found, requests, table, picks, columns, shift, span, slots, overlap)
+    columns = values.shape[1] if lists is None else lists.seen
+    arguments = TopkArguments(
+        scores=values,
+        context_lens=context_lens,
+        list=none if lists is None else lists.columns,
+        requests=none if pages is None else pages.row_requests,
+        table=none if pages is None else pages.table,
+        picks=picks,
+        columns=columns,
+        page_shift=0 if pages is None else pages.page_size.bit_length() - 1,
+        span=0 if lists is None else lists.span,
+        slots=0 if lists is None else lists.slots,
+        overlap=overlap,
+    )
+    name = topk_name(topk_kind(picks.shape[0], columns, picks.shape[1]))
+    launch(name, arguments, values.device)
 
 
 def score_topk(
     query: QueryRows,
-    limits: Tensor,
+    context_lens: Tensor,
     keys: Keys,
     plan: ScorePlan,
     columns: int,
@@ -196,7 +203,7 @@ def score_topk(
     ValueError
         Before any launch, if an argument does not fit; the message names it.
     """
-    require_scores(query, limits, keys, plan, columns)
+    require_scores(query, context_lens, keys, plan, columns)
     device = query.weights.device
     translation = require_picks(k, pages, plan.rows, columns)
     if translation:
@@ -205,7 +212,7 @@ def score_topk(
     buffer: Tensor | None = None
     for first, stop, part in _chunks(plan, columns, budget_bytes):
         rows = slice(first, stop)
-        seen = limits[rows]
+        seen = context_lens[rows]
         if buffer is None:
             buffer = allocate_scores(stop - first, columns, device)
         values = scores(query_slice(query, rows), seen, keys, part, columns, buffer[: stop - first])

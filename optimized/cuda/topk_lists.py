@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.build.arguments import ScoreTopkArguments
 from needlepoint.optimized.build.score_variants import MMA, TILES, held_heads, score_topk_name
-from needlepoint.optimized.cuda.runtime import kernel
+from needlepoint.optimized.cuda.runtime import launch
 from needlepoint.optimized.cuda.score_plan import ScorePlan, keys_of_a_block, plan_scores
 from needlepoint.optimized.cuda.scores import Keys, allocate_scores, require_scores
 from needlepoint.optimized.cuda.topk import (
@@ -32,7 +33,7 @@ def long_plan(counts: Sequence[int], heads: int, unit: str = MMA) -> ScorePlan:
 
 def score_topk_lists(
     query: QueryRows,
-    limits: Tensor,
+    context_lens: Tensor,
     keys: Keys,
     plan: ScorePlan,
     columns: int,
@@ -56,23 +57,28 @@ def score_topk_lists(
     ValueError
         Before any launch, if an argument does not fit; the message names it.
     """
-    given = require_scores(query, limits, keys, plan, columns)
+    checked = require_scores(query, context_lens, keys, plan, columns)
     require_picks(k, pages, plan.rows, columns)
     groups = _list_groups(plan)
-    seen = given.tensors[3]
-    span = list_span(columns, plan, k, given.device)
+    seen, device = checked.inputs["context_lens"], checked.device
+    span = list_span(columns, plan, k, device)
     slots = min(k, span)
     spans = -(-columns // span)
-    values = allocate_scores(plan.rows, spans * slots, given.device)
-    found = torch.empty((plan.rows, values.stride(0)), dtype=torch.int32, device=given.device)[
-        :, : spans * slots
-    ]
+    values = allocate_scores(plan.rows, spans * slots, device)
+    found = torch.empty((plan.rows, values.stride(0)), dtype=torch.int32, device=device)
+    found = found[:, : spans * slots]
     require_topk(values, seen, k, pages, columns)
-    launch = kernel(score_topk_name(plan.heads, given.row, plan.unit), given.device)
-    sizes = (given.page_shift, columns, span)
-    with torch.cuda.device(given.device):
-        launch(*given.tensors, groups, *given.keys, *sizes, values, found, slots, overlap)
-    picks = torch.empty((plan.rows, k), dtype=torch.int32, device=given.device)
+    arguments = ScoreTopkArguments(
+        **checked.inputs,
+        groups=groups,
+        span=span,
+        list_scores=values,
+        list_columns=found,
+        slots=slots,
+        overlap=overlap,
+    )
+    launch(score_topk_name(plan.heads, checked.row, plan.unit), arguments, device)
+    picks = torch.empty((plan.rows, k), dtype=torch.int32, device=device)
     launch_topk(values, seen, picks, pages, Lists(found, span, slots, columns), overlap=overlap)
     return picks
 

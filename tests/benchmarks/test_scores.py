@@ -41,14 +41,14 @@ def test_a_report_puts_ratios_beside_ours() -> None:
     assert parsed["rows"][0]["times"][1]["median_us"] == 40.0
 
 
-def test_visible_pairs_are_those_below_the_limits() -> None:
-    case = make_case("fp8", 8, (4,), (20,), limits=[20, 3, 0, -1], device="cpu")
+def test_visible_pairs_are_those_within_the_context() -> None:
+    case = make_case("fp8", 8, (4,), (20,), context_lens=[20, 3, 0, -1], device="cpu")
 
     assert visible(case) == 23
 
 
 def test_the_unfused_side_computes_the_same_scores() -> None:
-    case = make_case("bf16", 8, (6,), (50,), kind="integers", limits=[50] * 6, device="cpu")
+    case = make_case("bf16", 8, (6,), (50,), kind="integers", context_lens=[50] * 6, device="cpu")
     expected = torch.cat([scores for _, scores, _ in case.true_rows()])
 
     assert torch.allclose(torch_scores(case).double(), expected, rtol=2e-2, atol=4.0)

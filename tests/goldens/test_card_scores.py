@@ -24,7 +24,7 @@ def recording() -> dict[str, Tensor]:
         found = torch.cat([scores for _, scores, _ in case.true_rows()]).float()
         tensors |= given(case)
         tensors[f"{row}.mma.scores"] = found
-        tensors[f"{row}.mma.picks"] = select_topk(found, case.limits, K)
+        tensors[f"{row}.mma.picks"] = select_topk(found, case.context_lens, K)
     return tensors
 
 

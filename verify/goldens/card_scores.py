@@ -33,7 +33,7 @@ from needlepoint.verify.base.atomic import write_files
 from needlepoint.verify.numerics.error_model import ACCUMULATORS
 
 COUNTS, ENTRIES, HEADS, K = (5, 1, 9), (70, 33, 150), 8, 16
-LIMITS = (70, 69, 3, 0, 41, 33, 150, 150, 149, 100, 64, 63, 17, 16, 15)
+CONTEXT_LENS = (70, 69, 3, 0, 41, 33, 150, 150, 149, 100, 64, 63, 17, 16, 15)
 
 
 def units(row: str, architecture: str) -> tuple[str, ...]:
@@ -56,9 +56,11 @@ def record() -> tuple[dict[str, Tensor], dict[str, str]]:
         case = golden_case(row, "cuda")
         tensors |= given(case)
         for unit in units(row, architecture):
-            found = scores(case.query, case.limits, case.paged(64), case.plan(unit), case.columns)
+            found = scores(
+                case.query, case.context_lens, case.paged(64), case.plan(unit), case.columns
+            )
             padded = torch.nn.functional.pad(found, (0, -found.shape[1] % 4)).contiguous()
-            picks = topk(padded, case.limits, K)
+            picks = topk(padded, case.context_lens, K)
             tensors[f"{row}.{unit}.scores"] = found.cpu().contiguous()
             tensors[f"{row}.{unit}.picks"] = picks.cpu()
             sources.append(f"scores_{unit}_{row} {sources_sha256(f'scores_{unit}_{row}')}")
@@ -75,7 +77,9 @@ def record() -> tuple[dict[str, Tensor], dict[str, str]]:
 def golden_case(row: str, device: str) -> ScoreCase:
     """Return the batch that is recorded of a row format."""
     seed = 20 + SCORE_ROWS.index(row)
-    return make_case(row, HEADS, COUNTS, ENTRIES, seed=seed, limits=LIMITS, device=device)
+    return make_case(
+        row, HEADS, COUNTS, ENTRIES, seed=seed, context_lens=CONTEXT_LENS, device=device
+    )
 
 
 def given(case: ScoreCase) -> dict[str, Tensor]:
@@ -84,7 +88,7 @@ def given(case: ScoreCase) -> dict[str, Tensor]:
         "codes": case.query.codes,
         "weights": case.query.weights,
         "values": case.stored.values,
-        "limits": case.limits,
+        "limits": case.context_lens,
     }
     if case.query.scales is not None:
         out["query_scales"] = case.query.scales
@@ -109,16 +113,16 @@ def replay(tensors: Mapping[str, Tensor]) -> list[str]:
     faults = []
     for name in names:
         row, unit, _ = name.split(".")
-        found, limits = tensors[name], tensors[f"{row}.limits"].long()
+        found, context_lens = tensors[name], tensors[f"{row}.limits"].long()
         own, size = _emulated(row, tensors)
-        seen = torch.arange(found.shape[1]) < limits[:, None]
+        seen = torch.arange(found.shape[1]) < context_lens[:, None]
         constants = [ACCUMULATORS[a].value for a in (_accumulator(unit, row), Accumulator.FP32)]
         error = (found.double() - own).abs()
         if not torch.equal(found == -torch.inf, ~seen):
             faults.append(f"{row}.{unit}: another set of columns is -inf")
         elif not bool((error[seen] <= sum(constants) * size[seen]).all()):
             faults.append(f"{row}.{unit}: scores outside the bound")
-        if not torch.equal(tensors[f"{row}.{unit}.picks"], select_topk(found, limits, K)):
+        if not torch.equal(tensors[f"{row}.{unit}.picks"], select_topk(found, context_lens, K)):
             faults.append(f"{row}.{unit}: other picks than those of its own scores")
     return faults
 

@@ -82,7 +82,7 @@ def test_a_stale_module_is_named_and_removed(
 ) -> None:
     folder = built.library.parent
     if how == "header":
-        with (sources / "query.cuh").open("a") as file:
+        with (sources / "query/query.cuh").open("a") as file:
             file.write("// edited\n")
     elif how in ("flags", "compiler"):
         manifest(built, **{how: ["-O0"] if how == "flags" else "older"})
@@ -106,7 +106,7 @@ def test_without_a_compiler_sources_still_decide(
     monkeypatch.setattr(kernel_cache, "toolchain", none)
     manifest(built, compiler="older")
     assert cached_modules(cache, sources)[0].stale is None
-    (sources / "query.cuh").write_text("")
+    (sources / "query/query.cuh").write_text("")
     assert cached_modules(cache, sources)[0].stale == "its sources changed"
 
 

@@ -12,8 +12,20 @@ import pytest
 
 from needlepoint.optimized.build import compile as building
 from needlepoint.optimized.build import kernels
+from needlepoint.optimized.build.arguments import (
+    Arguments,
+    StepArguments,
+    StoreArguments,
+    cpp_fields,
+)
 from needlepoint.optimized.build.cache import cached_modules
-from needlepoint.optimized.build.compile import build, headers, module_key, translation_unit
+from needlepoint.optimized.build.compile import (
+    build,
+    headers,
+    module_key,
+    sources_sha256,
+    translation_unit,
+)
 from needlepoint.optimized.build.kernels import KernelUse, module_uses, parse_log
 from needlepoint.optimized.build.toolchain import CSRC, FLAGS, BuildError, Toolchain
 from needlepoint.optimized.build.variants import (
@@ -75,7 +87,7 @@ def test_builds_at_the_same_time_run_one_compiler(sources: Path, tmp_path: Path)
     assert sorted(result.path_taken for result in built) == ["built", *["cached"] * 5]
 
 
-@pytest.mark.parametrize("header", ["query.cuh", "arith.cuh", "rows.cuh"])
+@pytest.mark.parametrize("header", ["query/query.cuh", "common/arith.cuh", "launch/launch.h"])
 def test_an_edited_header_rebuilds(sources: Path, tmp_path: Path, header: str) -> None:
     before = build(MODULE, "90a", tmp_path / "cache", sources)
     with (sources / header).open("a") as file:
@@ -255,8 +267,62 @@ def test_unknown_modules_and_architectures_are_refused(tmp_path: Path) -> None:
 
 def test_every_module_includes_the_arithmetic() -> None:
     for module in MODULES:
-        included = {path.name for path in headers(translation_unit(module))}
-        assert included >= {"arith.cuh", "launch.h"}
+        included = {path.relative_to(CSRC).as_posix() for path in headers(translation_unit(module))}
+        assert "launch/launch.h" in included
+        assert "common/arith.cuh" in included or module == "topk"  # which only compares
+
+
+def test_every_source_is_part_of_a_module() -> None:
+    used = {path for module in MODULES for path in headers(translation_unit(module))}
+    assert used == {path for path in CSRC.rglob("*") if path.suffix in {".h", ".cuh"}}
+
+
+def test_files_of_one_name_in_two_folders_count_apart(sources: Path) -> None:
+    pool4, pool128 = (sources / folder / "pool.cuh" for folder in ("store4", "store128"))
+    before = sources_sha256("steps", sources)
+    first, second = pool4.read_bytes(), pool128.read_bytes()
+    assert {pool4, pool128} <= set(headers(translation_unit("steps"), sources))
+    pool4.write_bytes(second)
+    pool128.write_bytes(first)
+    assert sources_sha256("steps", sources) != before
+
+
+KINDS = tuple(dict.fromkeys(variant.arguments for variant in VARIANTS))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_kernels_read_every_argument_by_name(kind: type[Arguments]) -> None:
+    """A name that only C++ has does not compile; one that only Python has is found here."""
+    declared = {name for _, name in cpp_fields(kind)}
+    modules = {variant.module for variant in VARIANTS if variant.arguments is kind}
+    for module in modules:
+        text = "".join(path.read_text() for path in headers(translation_unit(module)))
+        others = {v.arguments for v in MODULES[module]} - {kind}
+        known = {name for other in others for _, name in cpp_fields(other)}
+        read = set(re.findall(r"\ba\.([a-z_]+)\b", text))
+        assert declared <= read
+        assert read <= declared | known
+
+
+def test_a_module_declares_the_arguments_of_its_launches() -> None:
+    text = translation_unit("steps")
+    for kind in (StoreArguments, StepArguments):
+        fields = "".join(f"  {cpp} {name};\n" for cpp, name in cpp_fields(kind))
+        assert f"struct {kind.__name__} {{\n{fields}}};" in text
+    assert "double eps;" in text
+    assert "TensorView norm_weight;" in text
+    assert "QueryArguments" not in text
+
+
+def test_modules_are_written_to_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "modules"
+    assert kernels.main(["--write", str(folder)]) == 0
+    written = capsys.readouterr().out.split()
+    assert written == [str(folder / f"{module}.cu") for module in MODULES]
+    for module in MODULES:
+        assert (folder / f"{module}.cu").read_text() == translation_unit(module)
+    assert kernels.main(["--write", str(folder)]) == 2
+    assert "File exists; name a folder that is new" in capsys.readouterr().err
 
 
 def test_variants_are_told_apart_by_name_and_symbol() -> None:

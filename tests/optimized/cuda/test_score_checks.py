@@ -107,7 +107,7 @@ def test_good_arguments_are_accepted() -> None:
         batch = case(row)
         for keys in (batch.paged(8), batch.stored):
             with pytest.raises(ValueError, match=r"query\.codes: on cpu, expected a CUDA device"):
-                require_scores(batch.query, batch.limits, keys, batch.plan(), 40)
+                require_scores(batch.query, batch.context_lens, keys, batch.plan(), 40)
 
 
 def with_pages(**changes: object) -> KeyPages:
@@ -123,8 +123,14 @@ def with_rows(row: str = "fp8", **changes: object) -> KeyRows:
     [
         ({"keys": case("bf16").paged(8)}, "query: fp8 rows, expected bf16 like the keys"),
         ({"columns": -1}, "columns -1: expected 0 to"),
-        ({"limits": torch.zeros(7, dtype=torch.int32)}, r"limits: shape \(7,\), expected \(8\)"),
-        ({"limits": torch.zeros(8)}, "limits: dtype torch.float32, expected torch.int32"),
+        (
+            {"context_lens": torch.zeros(7, dtype=torch.int32)},
+            r"context_lens: shape \(7,\), expected \(8\)",
+        ),
+        (
+            {"context_lens": torch.zeros(8)},
+            "context_lens: dtype torch.float32, expected torch.int32",
+        ),
         ({"plan": plan_scores((3, 0, 6), 8)}, r"query.codes: shape \(8, 8, 128\), expected \(9"),
         ({"plan": plan_scores(COUNTS, 16)}, r"query.codes: shape \(8, 8, 128\), expected \(8, 16"),
         ({"keys": with_pages(page_size=4)}, "keys.page_size 4: expected a power of two of at le"),
@@ -142,7 +148,7 @@ def test_bad_score_arguments_are_named(changes: dict[str, object], message: str)
     batch = case()
     arguments: dict[str, object] = {
         "query": batch.query,
-        "limits": batch.limits,
+        "context_lens": batch.context_lens,
         "keys": batch.paged(8),
         "plan": batch.plan(),
         "columns": 40,
@@ -155,19 +161,21 @@ def test_fp4_queries_need_scales() -> None:
     batch = case("fp4")
     query = replace(batch.query, scales=None)
     with pytest.raises(ValueError, match=r"query\.scales: None, expected a UE8M0 byte"):
-        require_scores(query, batch.limits, batch.paged(8), batch.plan(), 40)
+        require_scores(query, batch.context_lens, batch.paged(8), batch.plan(), 40)
 
 
 @pytest.mark.parametrize("bad", [-1, 41])
-def test_limits_outside_the_columns_are_refused(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_lens_outside_the_columns_are_refused(
+    bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = case()
-    batch.limits[6] = bad
+    batch.context_lens[6] = bad
     device = torch.device("cpu")
     monkeypatch.setattr(
         "needlepoint.optimized.cuda.scores.require_same_device", lambda **tensors: device
     )
-    with pytest.raises(ValueError, match=f"limits: row 6 sees {bad} keys, expected 0 to 40"):
-        scores(batch.query, batch.limits, batch.paged(8), batch.plan(), 40)
+    with pytest.raises(ValueError, match=f"context_lens: row 6 sees {bad} keys, expected 0 to 40"):
+        scores(batch.query, batch.context_lens, batch.paged(8), batch.plan(), 40)
 
 
 @pytest.mark.parametrize(
@@ -191,34 +199,34 @@ def test_unsupported_shapes_say_what_is_supported(call: object, message: str) ->
 
 
 def test_bad_topk_arguments_are_named() -> None:
-    values, limits = torch.zeros(4, 64), torch.zeros(4, dtype=torch.int32)
+    values, context_lens = torch.zeros(4, 64), torch.zeros(4, dtype=torch.int32)
     table = torch.zeros(1, 8, dtype=torch.int32)
-    pages = PageTable(table, 8, limits)
+    pages = PageTable(table, 8, context_lens)
 
     with pytest.raises(ValueError, match="k 2049: expected 1 to 2048"):
-        topk(values, limits, 2049)
+        topk(values, context_lens, 2049)
     with pytest.raises(ValueError, match="k 0: expected 1 to 2048"):
-        topk(values, limits, 0)
+        topk(values, context_lens, 0)
     with pytest.raises(ValueError, match="values: 1048580 columns, expected at most 1048576"):
-        require_topk(torch.empty(1, 2**20 + 4), limits[:1], 8, None)
+        require_topk(torch.empty(1, 2**20 + 4), context_lens[:1], 8, None)
     with pytest.raises(ValueError, match=r"values: .* expected multiples of 16 bytes"):
-        require_topk(torch.zeros(4, 65)[:, :64], limits, 8, None)
-    with pytest.raises(ValueError, match=r"limits: shape \(\), expected \(4\)"):
-        require_topk(values, limits[0], 8, None)
+        require_topk(torch.zeros(4, 65)[:, :64], context_lens, 8, None)
+    with pytest.raises(ValueError, match=r"context_lens: shape \(\), expected \(4\)"):
+        require_topk(values, context_lens[0], 8, None)
     with pytest.raises(ValueError, match=r"values: shape \(64,\), expected \(any, any\)"):
-        require_topk(values[0], limits, 8, None)
-    with pytest.raises(ValueError, match=r"limits: shape \(3,\), expected \(4\)"):
-        require_topk(values, limits[:3], 8, None)
+        require_topk(values[0], context_lens, 8, None)
+    with pytest.raises(ValueError, match=r"context_lens: shape \(3,\), expected \(4\)"):
+        require_topk(values, context_lens[:3], 8, None)
     with pytest.raises(ValueError, match=r"pages\.page_size 12: expected a power of two"):
-        require_topk(values, limits, 8, replace(pages, page_size=12))
+        require_topk(values, context_lens, 8, replace(pages, page_size=12))
     with pytest.raises(ValueError, match=r"pages\.row_requests: shape \(3,\), expected \(4\)"):
-        require_topk(values, limits, 8, replace(pages, row_requests=limits[:3]))
+        require_topk(values, context_lens, 8, replace(pages, row_requests=context_lens[:3]))
     with pytest.raises(ValueError, match=r"pages\.table: 8 pages of 8 rows a request, expected at"):
-        require_topk(torch.zeros(4, 68), limits, 8, pages)
+        require_topk(torch.zeros(4, 68), context_lens, 8, pages)
     with pytest.raises(ValueError, match=r"pages\.table: .* at least 9 for 65 columns"):
-        require_topk(values, limits, 8, pages, columns=65)
+        require_topk(values, context_lens, 8, pages, columns=65)
     with pytest.raises(ValueError, match="values: on cpu, expected a CUDA device"):
-        require_topk(values, limits, 8, pages)
+        require_topk(values, context_lens, 8, pages)
 
 
 @pytest.mark.parametrize("select", [score_topk, score_topk_lists])
@@ -249,7 +257,7 @@ def test_picks_are_checked_before_scores_are_launched(
     plan = long_plan(list(COUNTS), 8)
 
     with pytest.raises(ValueError, match=message):
-        select(batch.query, batch.limits, batch.paged(8), plan, 40, k, pages)
+        select(batch.query, batch.context_lens, batch.paged(8), plan, 40, k, pages)
 
 
 def test_every_tensor_of_the_scores_must_be_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +270,7 @@ def test_every_tensor_of_the_scores_must_be_on_the_device(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("needlepoint.optimized.cuda.scores.require_same_device", note)
     batch = case("fp4")
-    require_scores(batch.query, batch.limits, batch.paged(8), batch.plan(), 40)
+    require_scores(batch.query, batch.context_lens, batch.paged(8), batch.plan(), 40)
 
     names = {"codes", "scales", "weights"}
     assert looked_at == {f"query.{name}" for name in names} | {
@@ -279,12 +287,12 @@ def test_rows_that_are_not_contiguous_are_named() -> None:
     turned = batch.stored.values.T.contiguous().T
     with pytest.raises(ValueError, match=r"keys\.values: strides .*, expected contiguous rows"):
         require_scores(
-            batch.query, batch.limits, replace(batch.stored, values=turned), batch.plan(), 40
+            batch.query, batch.context_lens, replace(batch.stored, values=turned), batch.plan(), 40
         )
     codes = batch.query.codes.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.raises(ValueError, match=r"query\.codes: strides .*, expected contiguous rows"):
         require_scores(
-            replace(batch.query, codes=codes), batch.limits, batch.stored, batch.plan(), 40
+            replace(batch.query, codes=codes), batch.context_lens, batch.stored, batch.plan(), 40
         )
 
 
@@ -308,7 +316,7 @@ def test_a_budget_below_one_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         "needlepoint.optimized.cuda.scores.require_same_device",
         lambda **tensors: torch.device("cpu"),
     )
-    arguments = (batch.query, batch.limits, batch.paged(8), batch.plan(), 40, 4)
+    arguments = (batch.query, batch.context_lens, batch.paged(8), batch.plan(), 40, 4)
 
     with pytest.raises(ValueError, match="budget of 100 bytes: expected at least 176, one row"):
         score_topk(*arguments, budget_bytes=100)
@@ -323,4 +331,4 @@ def test_the_path_without_a_matrix_refuses_large_groups(monkeypatch: pytest.Monk
         lambda **tensors: torch.device("cpu"),
     )
     with pytest.raises(ValueError, match="plan: groups of up to 5 rows, expected at most 1"):
-        score_topk_lists(batch.query, batch.limits, batch.paged(8), plan, 40, 4)
+        score_topk_lists(batch.query, batch.context_lens, batch.paged(8), plan, 40, 4)

@@ -36,10 +36,10 @@ GUARD = 8
 
 def run(case: ScoreCase, keys: KeyPages | KeyRows, unit: str) -> Tensor:
     """Score into a poisoned output whose rows are longer than the columns."""
-    rows, columns = len(case.limits), case.columns
+    rows, columns = len(case.context_lens), case.columns
     buffer = torch.full((rows + 2, columns + GUARD), -1, dtype=torch.int32, device="cuda")
     out = buffer.view(torch.float32)[1:-1, :columns]
-    scores(case.query, case.limits, keys, case.plan(unit), columns, out)
+    scores(case.query, case.context_lens, keys, case.plan(unit), columns, out)
     torch.cuda.synchronize()
     outside = (buffer[0], buffer[-1], buffer[:, columns:])
     assert all(bool((part == -1).all()) for part in outside)
@@ -126,7 +126,9 @@ def test_splits_and_order_of_a_batch_change_no_bit(row: str, unit: str, heads: i
                 scales=None if case.query.scales is None else case.query.scales[rows],
             )
             count = rows.stop - rows.start
-            piece = replace(case, counts=(count,), query=query, limits=case.limits[rows])
+            piece = replace(
+                case, counts=(count,), query=query, context_lens=case.context_lens[rows]
+            )
             found = run(piece, replace(keys, table=keys.table[3:4]), unit)
             assert torch.equal(found, whole[rows])
 
@@ -140,19 +142,19 @@ def test_two_runs_are_equal(row: str, unit: str) -> None:
 
 
 @pytest.mark.parametrize(("row", "unit"), PATHS)
-def test_limits_of_every_size(row: str, unit: str) -> None:
-    limits = [0, -5, 1, 63, 64, 65, 127, 128, 129, 700, 701, 2**31 - 1]
-    case = make_case(row, 64, (len(limits),), (700,), seed=6, limits=limits)
+def test_contexts_of_every_size(row: str, unit: str) -> None:
+    context_lens = [0, -5, 1, 63, 64, 65, 127, 128, 129, 700, 701, 2**31 - 1]
+    case = make_case(row, 64, (len(context_lens),), (700,), seed=6, context_lens=context_lens)
 
     found = run(case, case.paged(64), unit)
 
     assert worst(case, found, unit) <= 1.0
-    assert (found > -torch.inf).sum(1).tolist() == [min(max(n, 0), 700) for n in limits]
+    assert (found > -torch.inf).sum(1).tolist() == [min(max(n, 0), 700) for n in context_lens]
 
 
 @pytest.mark.parametrize(("row", "unit"), PATHS)
-def test_keys_past_the_limits_are_never_read(row: str, unit: str) -> None:
-    case = make_case(row, 64, (4, 11), (256, 512), seed=7, limits=[100] * 4 + [300] * 11)
+def test_keys_past_the_context_are_never_read(row: str, unit: str) -> None:
+    case = make_case(row, 64, (4, 11), (256, 512), seed=7, context_lens=[100] * 4 + [300] * 11)
     keys = case.paged(64)
     keys.table[0, 2:] = 2**30  # no such page
     keys.table[1, 5:] = -7
@@ -162,7 +164,7 @@ def test_keys_past_the_limits_are_never_read(row: str, unit: str) -> None:
 
 @pytest.mark.parametrize(("row", "unit"), PATHS)
 def test_a_missing_page_scores_nan(row: str, unit: str) -> None:
-    case = make_case(row, 64, (2, 12), (256, 512), seed=8, limits=[256] * 2 + [512] * 12)
+    case = make_case(row, 64, (2, 12), (256, 512), seed=8, context_lens=[256] * 2 + [512] * 12)
     keys = case.paged(64)
     expected = run(case, keys, unit).isnan()
     keys.table[0, 1], keys.table[1, 3] = keys.pages.shape[0], -1
@@ -188,10 +190,10 @@ def test_pages_past_2_gib(row: str, unit: str) -> None:
 
 @pytest.mark.parametrize(("row", "unit"), PATHS)
 def test_an_output_past_2_gib(row: str, unit: str) -> None:
-    case = make_case(row, 64, (70000,), (128,), seed=10, limits=[128] * 70000)
+    case = make_case(row, 64, (70000,), (128,), seed=10, context_lens=[128] * 70000)
     buffer = torch.empty(70000, 8192, device="cuda")
 
-    scores(case.query, case.limits, case.stored, case.plan(unit), 128, buffer[:, :128])
+    scores(case.query, case.context_lens, case.stored, case.plan(unit), 128, buffer[:, :128])
 
     assert worst(case, buffer[:, :128], unit) <= 1.0
 
@@ -205,7 +207,7 @@ def test_memory_is_the_output(row: str, unit: str) -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
 
-    scores(case.query, case.limits, keys, plan, 5632, out)
+    scores(case.query, case.context_lens, keys, plan, 5632, out)
 
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before <= 4096  # empty arguments

@@ -58,28 +58,28 @@ def draw(kind: str, rows: int, columns: int, seed: int) -> Tensor:
     return x
 
 
-def expected_picks(values: Tensor, limits: Tensor, k: int) -> Tensor:
+def expected_picks(values: Tensor, context_lens: Tensor, k: int) -> Tensor:
     rows, columns = values.shape
     values = torch.where(values.isnan(), torch.nan, values)  # one NaN, of positive sign
     place = torch.arange(columns, device="cuda")
-    seen = place < limits[:, None]
+    seen = place < context_lens[:, None]
     # Stable and descending: NaN first, equal numbers by column, what is not seen behind all.
     order = values.masked_fill(~seen, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     order = order[:, :k]
-    order = torch.where(order < limits[:, None], order, columns).sort(dim=1).values
+    order = torch.where(order < context_lens[:, None], order, columns).sort(dim=1).values
     out = torch.full((rows, k), -1, dtype=torch.int64, device="cuda")
     out[:, : order.shape[1]] = torch.where(order == columns, -1, order)
     return out.int()
 
 
-def run(values: Tensor, limits: Tensor, k: int) -> Tensor:
+def run(values: Tensor, context_lens: Tensor, k: int) -> Tensor:
     """Select from rows whose unread part is NaN, into a poisoned output between guards."""
     rows, columns = values.shape
     padded = torch.full((rows, -(-columns // 4) * 4 + 8), torch.nan, device="cuda")
-    seen = torch.arange(columns, device="cuda") < limits[:, None]
+    seen = torch.arange(columns, device="cuda") < context_lens[:, None]
     padded[:, :columns] = values.masked_fill(~seen, torch.nan)
     picks = torch.full((rows + 2, k), -2, dtype=torch.int32, device="cuda")
-    launch_topk(padded[:, :columns], limits, picks[1:-1])
+    launch_topk(padded[:, :columns], context_lens, picks[1:-1])
     torch.cuda.synchronize()
     assert bool((picks[[0, -1]] == -2).all())
     return picks[1:-1]
@@ -108,12 +108,12 @@ def test_picks_are_those_of_a_stable_sort(kind: str, rows: str, k: int) -> None:
     for columns in (1, 511, 2049, 4099, 8191, 8193, 16387, 20001, 32768, 33000):
         count = ROWS[rows]
         values = draw(kind, count, columns, seed=columns)
-        limits = torch.randint(-2, columns + 1, (count,), dtype=torch.int32, device="cuda")
-        limits[::2] = columns
+        context_lens = torch.randint(-2, columns + 1, (count,), dtype=torch.int32, device="cuda")
+        context_lens[::2] = columns
 
-        found = run(values, limits, k)
+        found = run(values, context_lens, k)
 
-        assert torch.equal(found, expected_picks(values, limits, k)), columns
+        assert torch.equal(found, expected_picks(values, context_lens, k)), columns
 
 
 @pytest.mark.parametrize("k", [1, 513, 1024])
@@ -121,38 +121,38 @@ def test_picks_are_those_of_a_stable_sort(kind: str, rows: str, k: int) -> None:
 def test_few_rows_that_see_little_of_their_columns(kind: str, k: int) -> None:
     """Halves of a row with less than k columns, and without any."""
     seen = [2, 5, k - 1, k, k + 1, k + 2, 2 * k + 1, 4097, 8193, 16384, 16385, 32767, 32768]
-    limits = torch.tensor(seen, dtype=torch.int32, device="cuda")
+    context_lens = torch.tensor(seen, dtype=torch.int32, device="cuda")
     values = draw(kind, len(seen), 32768, seed=k)
 
     assert topk_kind(len(seen), 32768, k) == "few"
-    assert torch.equal(run(values, limits, k), expected_picks(values, limits, k))
+    assert torch.equal(run(values, context_lens, k), expected_picks(values, context_lens, k))
 
 
 @pytest.mark.parametrize("kind", ["normal", "relu", "few", "rising"])
 @pytest.mark.parametrize("k", [512, 1024, 2048])
 def test_rows_of_a_million_columns(kind: str, k: int) -> None:
     values = draw(kind, 4, 2**20, seed=1)
-    limits = torch.tensor([2**20, 2**20 - 3, 70000, k], dtype=torch.int32, device="cuda")
+    context_lens = torch.tensor([2**20, 2**20 - 3, 70000, k], dtype=torch.int32, device="cuda")
 
-    assert torch.equal(run(values, limits, k), expected_picks(values, limits, k))
+    assert torch.equal(run(values, context_lens, k), expected_picks(values, context_lens, k))
 
 
 def test_many_long_rows() -> None:
     values = draw("normal", 140, 300001, seed=2)
-    limits = torch.full((140,), 300001, dtype=torch.int32, device="cuda")
+    context_lens = torch.full((140,), 300001, dtype=torch.int32, device="cuda")
 
-    assert torch.equal(run(values, limits, 1000), expected_picks(values, limits, 1000))
+    assert torch.equal(run(values, context_lens, 1000), expected_picks(values, context_lens, 1000))
 
 
 def test_picks_become_slots_of_the_pool() -> None:
     values = draw("normal", 10, 1000, seed=3)
-    limits = torch.tensor([1000] * 5 + [100] * 5, dtype=torch.int32, device="cuda")
+    context_lens = torch.tensor([1000] * 5 + [100] * 5, dtype=torch.int32, device="cuda")
     owner = torch.tensor([0, 1] * 5, dtype=torch.int32, device="cuda")
     table = torch.randperm(64, device="cuda")[: 2 * 16].view(2, 16).to(torch.int32)
 
-    found = topk(values, limits, 128, PageTable(table, 64, owner))
+    found = topk(values, context_lens, 128, PageTable(table, 64, owner))
 
-    plain = topk(values, limits, 128).long()
+    plain = topk(values, context_lens, 128).long()
     page = table[owner.long()].gather(1, plain.clamp(min=0) // 64)
     expected = torch.where(plain < 0, -1, page * 64 + plain % 64)
     assert torch.equal(found.long(), expected)
@@ -162,7 +162,7 @@ def test_picks_become_slots_of_the_pool() -> None:
 @pytest.mark.parametrize(("row", "unit"), PATHS)
 def test_chunks_of_rows_change_nothing(row: str, unit: str) -> None:
     case = make_case(row, 64, (50, 1, 7), (3000, 2500, 900), seed=4)
-    arguments = (case.query, case.limits, case.paged(64), case.plan(unit), case.columns, 512)
+    arguments = (case.query, case.context_lens, case.paged(64), case.plan(unit), case.columns, 512)
 
     whole = score_topk(*arguments)
 
@@ -181,7 +181,7 @@ def test_without_a_matrix_the_picks_are_the_same(row: str, unit: str, heads: int
         keys, columns = case.paged(64), case.columns
         plan = long_plan(counts, heads, unit).to("cuda")
 
-        found = score_topk_lists(case.query, case.limits, keys, plan, columns, k)
+        found = score_topk_lists(case.query, case.context_lens, keys, plan, columns, k)
 
-        expected = score_topk(case.query, case.limits, keys, case.plan(unit), columns, k)
+        expected = score_topk(case.query, case.context_lens, keys, case.plan(unit), columns, k)
         assert torch.equal(found, expected)
