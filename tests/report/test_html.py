@@ -13,9 +13,7 @@ from torch import Tensor
 
 from needlepoint.verify.cli.run import Outputs
 from needlepoint.verify.judge.results.gates import apply_gates, parse_gate
-from needlepoint.verify.report.html import html_report
-from needlepoint.verify.report.html_recall import recall_view
-from needlepoint.verify.report.html_view import candidate_views
+from needlepoint.verify.report.html import candidate_views, html_report, recall_view
 from needlepoint.verify.report.recall_svg import curve, recall_pictures
 from needlepoint.verify.schema.recall import RecallMargin
 from needlepoint.verify.schema.result import Result
@@ -125,9 +123,9 @@ def test_many_candidates_keep_the_strips_of_what_differs(deep: Callable[[int, in
     for view in candidate_views(result, rows):
         for layer in view.layers:
             for stage in layer.stages:
-                if stage.verdict == "match":
+                if stage.record.verdict == "match":
                     assert stage.local_strip is not None
-                if stage.verdict == "differ":
+                if stage.record.verdict == "differ":
                     assert stage.accumulated_strip is not None
 
 
@@ -153,7 +151,7 @@ def test_a_deep_report_in_which_everything_differs_is_small(
 
     assert len(html_report(result, rows)) < MOST_BYTES
     (view,) = candidate_views(result, rows)
-    differing = [stage for layer in view.layers for stage in layer.stages if stage.verdict]
+    differing = [stage for layer in view.layers for stage in layer.stages if stage.record.verdict]
     assert len(differing) > 400
     for stage in differing:
         assert stage.local_strip is not None

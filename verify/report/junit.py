@@ -9,7 +9,8 @@ from typing import Any
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
 
 from needlepoint.verify.base.numbers import short
-from needlepoint.verify.report.summary import details, exact_number, headline, token
+from needlepoint.verify.report.summary import details, headline
+from needlepoint.verify.report.words import exact_number, gate_name, stage_name, token
 from needlepoint.verify.schema.result import (
     CANNOT_JUDGE,
     DIFFER,
@@ -53,7 +54,7 @@ def junit_xml(result: Result) -> bytes:
 
 def _stage_case(candidate: CandidateResult, layer: LayerResult, stage: StageResult) -> TestCase:
     """Return the case of one stage."""
-    case = _case(f"{stage.path}.{stage.stage}", f"{candidate.name}.layer{layer.layer}")
+    case = _case(stage_name(stage), f"{candidate.name}.layer{layer.layer}")
     rows = f"{stage.rows_compared} of {stage.rows_expected} rows compared"
     if stage.verdict is None:
         case.result = [_outcome(Skipped, stage.kind)]
@@ -78,8 +79,7 @@ def _worst(stage: StageResult) -> str:
 
 def _gate_case(gate: GateResult) -> TestCase:
     """Return the case of one gate."""
-    text = f"{gate.path}{gate.operator}{exact_number(gate.limit)}"
-    case = _case(text, f"{gate.candidate}.gates")
+    case = _case(gate_name(gate), f"{gate.candidate}.gates")
     if gate.exceeded is None:
         case.result = [_outcome(Error, gate.detail or "not judged")]
     elif gate.exceeded:

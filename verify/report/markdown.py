@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from needlepoint.verify.base.numbers import number
-from needlepoint.verify.report.summary import details, exact_number, headline, token
+from needlepoint.verify.report.summary import details, headline
+from needlepoint.verify.report.words import (
+    differing,
+    exact_number,
+    gate_name,
+    gate_word,
+    local_errors,
+    row_error,
+    stage_name,
+    token,
+)
 from needlepoint.verify.schema.result import CandidateResult, Result
 
 MOST_STAGES = 20
@@ -33,11 +42,8 @@ def _lines(result: Result) -> Iterator[str]:
     if result.gates:
         yield ""
         for gate in result.gates:
-            kept = {True: "exceeded", False: "kept", None: "cannot judge"}[gate.exceeded]
-            path = f"{gate.path}{gate.operator}{exact_number(gate.limit)}"
-            yield f"* gate `{path}` {kept} by {_text(gate.candidate or '')}: " + (
-                f"found {exact_number(gate.found)}"
-            )
+            kept, by = gate_word(gate), _text(gate.candidate or "")
+            yield f"* gate `{gate_name(gate)}` {kept} by {by}: found {exact_number(gate.found)}"
     given, env = result.input, result.environment
     yield ""
     yield (
@@ -50,18 +56,9 @@ def _lines(result: Result) -> Iterator[str]:
 def _candidate(candidate: CandidateResult, contract: str) -> str:
     judged = [s for layer in candidate.layers for s in layer.stages if s.verdict is not None]
     passed = sum(stage.verdict == "match" for stage in judged)
+    errors = local_errors(candidate.layers)
     closest = max(
-        (
-            (
-                math.inf if stage.local.rows_not_finite else stage.local.error.max or 0.0,
-                f"{stage.path}.{stage.stage}, layer {layer.layer}",
-            )
-            for layer in candidate.layers
-            for stage in layer.stages
-            if stage.local is not None
-            and (stage.local.error.max is not None or stage.local.rows_not_finite)
-        ),
-        default=(None, ""),
+        ((error, f"{stage}, layer {layer}") for error, layer, stage in errors), default=(None, "")
     )
     cost = getattr(candidate.format_cost, contract)
     cells = (
@@ -78,13 +75,7 @@ def _candidate(candidate: CandidateResult, contract: str) -> str:
 
 def _differing(result: Result) -> Iterator[str]:
     """Yield a table of the stages that differ, with their worst tokens."""
-    found = [
-        (candidate, layer, stage)
-        for candidate in result.candidates
-        for layer in candidate.layers
-        for stage in layer.stages
-        if stage.verdict == "differ"
-    ]
+    found = differing(result)
     if not found:
         return
     yield ""
@@ -97,10 +88,10 @@ def _differing(result: Result) -> Iterator[str]:
         if stage.worst:
             row = stage.worst[0]
             where = token(row)
-            error = "inf" if row.error is None else number(row.error)
+            error = row_error(row)
             expected, value = exact_number(row.expected), exact_number(row.found)
         yield (
-            f"| {_text(candidate.name)} | {layer.layer} | {stage.path}.{stage.stage} | {rows} | "
+            f"| {_text(candidate.name)} | {layer.layer} | {stage_name(stage)} | {rows} | "
             f"{where} | {error} | {expected} | {value} |"
         )
     if len(found) > MOST_STAGES:

@@ -8,9 +8,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from needlepoint.verify.base.numbers import number, short
-from needlepoint.verify.report.extra import titled
-from needlepoint.verify.report.tables import plain_table
-from needlepoint.verify.schema.base import Interval
+from needlepoint.verify.report.tables import plain_table, titled
+from needlepoint.verify.report.words import interval
 from needlepoint.verify.schema.recall import ATTENUATED, RecallCell, RecallMiss, RecallResult
 from needlepoint.verify.schema.result import CandidateResult, Result
 
@@ -60,17 +59,13 @@ def _summary(found: Sequence[tuple[CandidateResult, RecallResult]]) -> Table:
             candidate.name,
             f"{r.hits}/{r.rows}",
             "-" if r.rate is None else f"{r.rate:.3f}",
-            _interval(r.ci95, "-"),
+            interval(r.ci95, "-"),
             str(r.lost),
             str(r.gained),
             number(r.mcnemar_p),
             r.conclusion,
         )
     return table
-
-
-def _interval(interval: Interval | None, between: str = " to ") -> str:
-    return "-" if interval is None else f"{interval[0]:.3f}{between}{interval[1]:.3f}"
 
 
 def _grid(recall: RecallResult) -> Table:
@@ -96,7 +91,7 @@ def _hits(cells: Sequence[RecallCell]) -> str:
 
 def _asides(recall: RecallResult) -> list[str]:
     lines = [
-        f"difference {short(recall.delta)}, 95 % {_interval(recall.delta_ci95)}, detectable drop "
+        f"difference {short(recall.delta)}, 95 % {interval(recall.delta_ci95)}, detectable drop "
         f"{short(recall.detectable_drop)}",
         f"{recall.haystacks} haystacks, design effect {number(recall.design_effect)}, p over "
         f"haystacks {number(recall.cluster_p)}",

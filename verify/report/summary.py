@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from needlepoint.verify.base.numbers import short
+from needlepoint.verify.report.words import (
+    exact_number,
+    gate_name,
+    skipped,
+    stage_name,
+    stages_of,
+    token,
+)
 from needlepoint.verify.schema.result import (
     CANNOT_JUDGE,
     CandidateResult,
@@ -10,24 +18,10 @@ from needlepoint.verify.schema.result import (
     LayerResult,
     Result,
     StageResult,
-    WorstRow,
 )
 
 SHOWN = 3
 """How many items of a list a single line names before it only counts them."""
-
-
-def exact_number(value: float | None) -> str:
-    """Return a number with the digits that tell neighbouring fp32 values apart."""
-    return "-" if value is None else f"{value:.9g}"
-
-
-def token(row: WorstRow | FirstDivergence) -> str:
-    """Return a token as ``request 0 position 511 entry 127``."""
-    if row.request is None:
-        return "no token"
-    entry = "" if row.entry is None else f" entry {row.entry}"
-    return f"request {row.request} position {row.position}{entry}"
 
 
 def headline(result: Result) -> str:
@@ -40,7 +34,7 @@ def headline(result: Result) -> str:
     for gate in result.gates:
         if gate.exceeded:
             return shown + (
-                f"gate {gate.path}{gate.operator}{exact_number(gate.limit)} exceeded, "
+                f"gate {gate_name(gate)} exceeded, "
                 f"found {exact_number(gate.found)} ({gate.candidate})"
             )
     gates = f", {_counted(len(result.gates), 'gate')} kept" if result.gates else ""
@@ -87,11 +81,9 @@ def details(result: Result) -> list[str]:
 
 def find_stage(candidate: CandidateResult, where: FirstDivergence) -> StageResult | None:
     """Return the stage that a divergence points at."""
-    for layer in candidate.layers:
-        for stage in layer.stages:
-            if (layer.layer, stage.path, stage.stage) == (where.layer, where.path, where.stage):
-                return stage
-    return None
+    wanted = (where.layer, where.path, where.stage)
+    stages = ((layer.layer, stage) for layer in candidate.layers for stage in layer.stages)
+    return next((s for layer, s in stages if (layer, s.path, s.stage) == wanted), None)
 
 
 def some(items: list[str]) -> str:
@@ -133,7 +125,7 @@ def _diverged(result: Result) -> list[tuple[CandidateResult, FirstDivergence]]:
 
 def _place(where: FirstDivergence) -> str:
     """Return layer, stage and token, and the error, or what fails where no row does by itself."""
-    place = f"layer {where.layer} {where.path}.{where.stage}, {token(where)}"
+    place = f"layer {where.layer} {stage_name(where)}, {token(where)}"
     if where.error is None:
         return place
     return f"{place}: {where.detail if where.error <= 1 else f'{short(where.error)} x limit'}"
@@ -167,18 +159,11 @@ def _shortfall(result: Result) -> str:
     if not counts.expected and any(c.recall for c in result.candidates):
         return _recalled(result)
     if counts.skipped:
-        skipped = [
-            f"{ref.candidate} layer {ref.layer} {ref.path}.{ref.stage}"
-            + (f" ({ref.reason})" if ref.reason else "")
-            for ref in counts.skipped
-        ]
-        return f"{base}; skipped {some(skipped)}"
+        return f"{base}; skipped {some(skipped(result))}"
     reasons = [
-        f"{c.name} layer {layer.layer} {s.path}.{s.stage}: "
+        f"{c.name} layer {layer.layer} {stage_name(s)}: "
         + (s.detail or f"{s.rows_compared} of {s.rows_expected} rows compared")
-        for c in result.candidates
-        for layer in c.layers
-        for s in layer.stages
+        for c, layer, s in stages_of(result)
         if s.verdict == CANNOT_JUDGE
     ]
     reasons = reasons or [c.name for c in result.candidates if c.verdict == CANNOT_JUDGE]

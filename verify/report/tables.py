@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Literal
 
 from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from needlepoint.verify.base.numbers import number
-from needlepoint.verify.report.summary import exact_number
+from needlepoint.verify.report.words import (
+    costs,
+    exact_number,
+    gate_name,
+    gate_word,
+    largest_error,
+    row_error,
+    says_something,
+    stage_name,
+    swap_counts,
+)
 from needlepoint.verify.schema.result import (
-    ContractCost,
     ErrorStats,
     GateResult,
     LayerResult,
@@ -24,7 +34,6 @@ from needlepoint.verify.schema.result import (
 
 WORST_SHOWN = 5
 _STYLES = {"match": "green", "differ": "red", "cannot-judge": "yellow"}
-_CONTRACTS: tuple[Literal["exact", "bf16", "official"], ...] = ("exact", "bf16", "official")
 
 
 def stage_table(layers: Sequence[LayerResult]) -> Table:
@@ -35,13 +44,13 @@ def stage_table(layers: Sequence[LayerResult]) -> Table:
         ratio = f" (1/{layer.ratio})" if layer.ratio else ""
         table.add_row(f"layer {layer.layer}{ratio}")
         for stage in layer.stages:
-            if stage.verdict is None and stage.local is None and stage.accumulated is None:
+            if not says_something(stage):
                 continue
             table.add_row(
-                f" {stage.path}.{stage.stage}",
+                f" {stage_name(stage)}",
                 _rows(stage),
-                _error(stage.local),
-                _error(stage.accumulated),
+                largest_error(stage.local),
+                largest_error(stage.accumulated),
                 _steps(stage.local or stage.accumulated),
                 _token(stage.worst[0]) if stage.worst else "",
                 Text(stage.verdict or stage.kind, style=_STYLES.get(stage.verdict or "", "")),
@@ -56,10 +65,10 @@ def worst_table(stages: Sequence[tuple[int, StageResult]]) -> Table:
         for row in stage.worst[:WORST_SHOWN]:
             table.add_row(
                 str(layer),
-                f"{stage.path}.{stage.stage}",
+                stage_name(stage),
                 _token(row),
                 "" if row.dim is None else str(row.dim),
-                "inf" if row.error is None else number(row.error),
+                row_error(row),
                 exact_number(row.expected),
                 _found(row),
             )
@@ -73,7 +82,7 @@ def topk_table(layers: Sequence[LayerResult]) -> Table:
         topk = layer.topk
         if topk is None:
             continue
-        swaps = {**topk.swaps.model_dump(), "invalid": topk.invalid}
+        swaps = swap_counts(topk)
         table.add_row(
             str(layer.layer),
             str(topk.k),
@@ -93,39 +102,34 @@ def cost_table(result: Result) -> Table:
         "candidate", "contract", "key mean>", "key max>", "overlap>", "lost>", "B/token>"
     )
     for candidate in result.candidates:
-        cost = candidate.format_cost
-        first = True
-        for name in _CONTRACTS:
-            found: ContractCost | None = getattr(cost, name)
-            if found is None:
-                continue
+        stored = number(candidate.format_cost.cache_bytes_per_token)
+        measured = costs(candidate)
+        for place, (name, cost) in enumerate(measured):
             table.add_row(
-                candidate.name if first else "",
+                "" if place else candidate.name,
                 name,
-                number(found.rel_mean),
-                number(found.rel_max),
-                _share(found.overlap_mean),
-                number(found.score_lost_max),
-                number(cost.cache_bytes_per_token) if first else "",
+                number(cost.rel_mean),
+                number(cost.rel_max),
+                _share(cost.overlap_mean),
+                number(cost.score_lost_max),
+                "" if place else stored,
             )
-            first = False
-        if first:
-            table.add_row(candidate.name, "-", "", "", "", "", number(cost.cache_bytes_per_token))
+        if not measured:
+            table.add_row(candidate.name, "-", "", "", "", "", stored)
     return table
 
 
 def gate_table(gates: Sequence[GateResult]) -> Table:
     """Return every gate for every candidate."""
     table = plain_table("gate", "candidate", "found>", "")
-    words = {True: "exceeded", False: "kept", None: "cannot-judge"}
     styles = {True: "red", False: "green", None: "yellow"}
     for gate in gates:
         why = f": {gate.detail}" if gate.detail else ""
         table.add_row(
-            f"{gate.path}{gate.operator}{exact_number(gate.limit)}",
+            gate_name(gate),
             gate.candidate or "",
             exact_number(gate.found),
-            Text(words[gate.exceeded] + why, style=styles[gate.exceeded]),
+            Text(gate_word(gate, "cannot-judge") + why, style=styles[gate.exceeded]),
         )
     return table
 
@@ -135,7 +139,7 @@ def limit_table(result: Result) -> Table:
     table = plain_table("candidate", "stage", "limit>", "passes from>", "layer>", "too wide>")
     for candidate in result.candidates:
         judged = [
-            (f"{stage.path}.{stage.stage}", layer.layer, stage.limit)
+            (stage_name(stage), layer.layer, stage.limit)
             for layer in candidate.layers
             for stage in layer.stages
             if stage.limit is not None
@@ -157,6 +161,16 @@ def limit_table(result: Result) -> Table:
     return table
 
 
+def titled(title: str, *parts: Table | str) -> RenderableType:
+    """Return a section of the report: a title, and tables or lines indented under it."""
+    return Group(Text(title), *map(indent, parts))
+
+
+def indent(part: Table | str) -> Padding:
+    """Return a table or line moved right by two columns, wrapped lines included."""
+    return Padding(part if isinstance(part, Table) else Text(part), (0, 0, 0, 2), expand=False)
+
+
 def plain_table(*names: str) -> Table:
     """Return an empty table; a name that ends in ``>`` makes a right-aligned column."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
@@ -174,13 +188,6 @@ def _rows(stage: StageResult) -> str:
     if stage.rows_compared == stage.rows_expected:
         return str(stage.rows_compared)
     return f"{stage.rows_compared}/{stage.rows_expected}"
-
-
-def _error(stats: ErrorStats | None) -> str:
-    """Return the largest row error; ``inf`` where a row has no finite one."""
-    if stats is None:
-        return "-"
-    return "inf" if stats.rows_not_finite else number(stats.error.max)
 
 
 def _steps(stats: ErrorStats | None) -> str:

@@ -7,25 +7,27 @@ text carries all meaning; colour repeats it. Order follows the result and never 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from needlepoint.verify.base.numbers import number
-from needlepoint.verify.report.extra import extra_parts
 from needlepoint.verify.report.recall_report import recall_parts
 from needlepoint.verify.report.summary import details, headline, layers_with, some
 from needlepoint.verify.report.tables import (
     cost_table,
     gate_table,
+    indent,
     limit_table,
+    plain_table,
     stage_table,
+    titled,
     topk_table,
     worst_table,
 )
+from needlepoint.verify.report.words import local_errors, skipped, stage_name, stages_of
 from needlepoint.verify.schema.recall import ScenarioResult
 from needlepoint.verify.schema.result import (
     CANNOT_JUDGE,
@@ -36,6 +38,8 @@ from needlepoint.verify.schema.result import (
     Result,
     Verdict,
 )
+from needlepoint.verify.schema.shrink import ShrinkResult
+from needlepoint.verify.schema.swap import SwapEffect, SwapResult
 
 STYLES: dict[Verdict, str] = {
     "match": "bold green",
@@ -78,11 +82,10 @@ def print_report(
     if brief:
         return
     for line in details(result):
-        console.print(_indent(line))
+        console.print(indent(line))
     if limits:
         console.print()
-        console.print(Text("Smallest limit that every row passes"))
-        console.print(_indent(limit_table(result)))
+        console.print(titled("Smallest limit that every row passes", limit_table(result)))
     for part in _parts(result, timelines):
         console.print()
         console.print(part)
@@ -98,20 +101,20 @@ def _parts(result: Result, timelines: Iterable[tuple[str, list[str]]]) -> Iterab
         yield _candidate(candidate)
     if any(c.layers for c in result.candidates) and result.scenario is None:
         title = f"Cost against the contracts (this run's contract: {result.contract})"
-        yield Group(Text(title), _indent(cost_table(result)))
+        yield titled(title, cost_table(result))
     memory = [line for c in result.candidates for line in _memory(c)]
     if memory:
-        yield _list("Transient memory", memory)
+        yield titled("Transient memory", *memory)
     if result.scenario is not None:
-        yield _list("Scenarios", _scenarios(result.scenario))
+        yield titled("Scenarios", *_scenarios(result.scenario))
     for title, lines in timelines:
-        yield _list(title, lines)
+        yield titled(title, *lines)
     yield from recall_parts(result)
-    yield from extra_parts(result)
+    yield from _asked_for(result)
     if result.gates:
-        yield Group(Text("Gates"), _indent(gate_table(result.gates)))
-    yield _list("Coverage", _coverage(result))
-    yield _list("Run", _run(result))
+        yield titled("Gates", gate_table(result.gates))
+    yield titled("Coverage", *_coverage(result))
+    yield titled("Run", *_run(result))
 
 
 def _styled(verdict: Verdict, line: str) -> Text:
@@ -121,24 +124,12 @@ def _styled(verdict: Verdict, line: str) -> Text:
     return text
 
 
-def _list(title: str, lines: Iterable[str]) -> RenderableType:
-    """Return a titled list."""
-    return Group(Text(title), *(_indent(line) for line in lines))
-
-
-def _indent(content: Table | str) -> Padding:
-    """Return a table or line moved right by two columns, wrapped lines included."""
-    return Padding(
-        content if isinstance(content, Table) else Text(content), (0, 0, 0, 2), expand=False
-    )
-
-
 def _candidate(candidate: CandidateResult) -> RenderableType:
     """Return one candidate: identity, stages by layer, selection, worst tokens."""
     kernel, profile = candidate.kernel, candidate.profile
     parts: list[RenderableType] = [
         _styled(candidate.verdict, f"{candidate.name}  {candidate.verdict}"),
-        _indent(
+        indent(
             f"{candidate.format} on {candidate.device}, profile {profile.name}, "
             f"kernel {kernel.variant}, path {kernel.path_taken or '-'}, "
             f"source {kernel.source_sha256[:12] or '-'}"
@@ -147,11 +138,11 @@ def _candidate(candidate: CandidateResult) -> RenderableType:
     shown, folded, others = _fold(candidate.layers)
     if shown:
         title = "worst row of each stage, errors in units of the limit"
-        parts += [_indent(title), _indent(stage_table(shown))]
+        parts += [indent(title), indent(stage_table(shown))]
     if folded:
-        parts.append(_indent(_folded_line(candidate, folded)))
+        parts.append(indent(_folded_line(candidate, folded)))
     if others:
-        parts.append(_indent(_others_line(candidate, others)))
+        parts.append(indent(_others_line(candidate, others)))
     failing = [
         (layer.layer, stage)
         for layer in candidate.layers
@@ -160,12 +151,12 @@ def _candidate(candidate: CandidateResult) -> RenderableType:
     ]
     if failing:
         table = worst_table(failing[:WORST_STAGES])
-        parts += [_indent("worst tokens of stages that differ"), _indent(table)]
+        parts += [indent("worst tokens of stages that differ"), indent(table)]
     if len(failing) > WORST_STAGES:
-        parts.append(_indent(f"... and {len(failing) - WORST_STAGES} more stages; {_WHERE_ALL_IS}"))
+        parts.append(indent(f"... and {len(failing) - WORST_STAGES} more stages; {_WHERE_ALL_IS}"))
     if any(layer.topk is not None for layer in shown):
         title = "selection: overlap and score lost (score RMS) against the contract"
-        parts += [_indent(title), _indent(topk_table(shown))]
+        parts += [indent(title), indent(topk_table(shown))]
     return Group(*parts)
 
 
@@ -195,7 +186,7 @@ def _others_line(candidate: CandidateResult, others: list[LayerResult]) -> str:
     told = []
     for verdict in (DIFFER, CANNOT_JUDGE):
         stages = dict.fromkeys(
-            f"{stage.path}.{stage.stage}"
+            stage_name(stage)
             for layer in others
             for stage in layer.stages
             if stage.verdict == verdict
@@ -207,19 +198,13 @@ def _others_line(candidate: CandidateResult, others: list[LayerResult]) -> str:
 def _folded_line(candidate: CandidateResult, folded: list[LayerResult]) -> str:
     """Return the one line of folded layers, with the row that came closest to its limit."""
     names = layers_with(candidate.layers, {layer.layer for layer in folded})
-    closest = max(
-        (
-            (stage.local.error.max, -layer.layer, f"{stage.path}.{stage.stage}")
-            for layer in folded
-            for stage in layer.stages
-            if stage.local is not None and stage.local.error.max is not None
-        ),
-        default=None,
-    )
     line = f"layers {names}: match"
+    found = local_errors(folded)
+    closest = max(found, key=lambda item: (item[0], -item[1], item[2]), default=None)
     if closest is None:
         return line
-    return f"{line}; closest to its limit: layer {-closest[1]} {closest[2]} at {number(closest[0])}"
+    error, layer, stage = closest
+    return f"{line}; closest to its limit: layer {layer} {stage} at {number(error)}"
 
 
 def _scenarios(scenario: ScenarioResult) -> list[str]:
@@ -255,19 +240,10 @@ def _coverage(result: Result) -> list[str]:
     counts = result.counts
     lines = [f"compared: {counts.compared} of {counts.expected} stages"]
     for kind in ("given", "consequence"):
-        names: dict[str, None] = {}
-        for candidate in result.candidates:
-            for layer in candidate.layers:
-                for stage in layer.stages:
-                    if stage.kind == kind:
-                        names[f"{stage.path}.{stage.stage}"] = None
+        names = dict.fromkeys(stage_name(s) for _, _, s in stages_of(result) if s.kind == kind)
         lines.append(f"{kind}: {', '.join(names) or 'none'}")
     lines.append(f"not covered: {_not_covered(result)}")
-    skipped = [
-        f"{r.candidate} layer {r.layer} {r.path}.{r.stage}" + (f" ({r.reason})" if r.reason else "")
-        for r in counts.skipped
-    ]
-    lines.append(f"skipped: {some(skipped) or 'none'}")
+    lines.append(f"skipped: {some(skipped(result)) or 'none'}")
     return lines
 
 
@@ -275,7 +251,7 @@ def _not_covered(result: Result) -> str:
     """Return undeclared stages, each with its layers and, where not all, its candidates."""
     layers_of: dict[tuple[str, str], set[int]] = {}
     for ref in result.counts.not_covered:
-        layers_of.setdefault((f"{ref.path}.{ref.stage}", ref.candidate), set()).add(ref.layer)
+        layers_of.setdefault((stage_name(ref), ref.candidate), set()).add(ref.layer)
     every = {c.name: c.layers for c in result.candidates}
     candidates_of: dict[str, list[str]] = {}
     for (stage, candidate), numbers in layers_of.items():
@@ -300,3 +276,61 @@ def _run(result: Result) -> list[str]:
         f"needlepoint {env.needlepoint}, torch {env.torch}, numpy {env.numpy}, python {env.python}",
         f"{env.platform}, {env.cpu}, {env.threads} threads, device {env.device}, world {env.world}",
     ]
+
+
+def _asked_for(result: Result) -> Iterator[RenderableType]:
+    """Yield what repeats, swaps and shrinking found; nothing where none was asked for."""
+    for candidate in result.candidates:
+        for layer in candidate.layers:
+            if layer.swap is not None:
+                title = f"Swaps of {candidate.name}, layer {layer.layer}: errors of the attention"
+                yield titled(f"{title} output, picks lost", _swaps(layer.swap))
+    repeats = [line for candidate in result.candidates for line in _repeat(candidate)]
+    if repeats:
+        yield titled("Repeats", *repeats)
+    if result.shrink is not None:
+        yield titled("Smallest input that still differs", *_shrunk(result.shrink))
+
+
+def _swaps(swap: SwapResult) -> Table:
+    table = plain_table("stage", "alone>", "lost>", "replaced>", "lost>", "share>", "of lost>")
+    table.add_row("candidate", "", "", *_effect(swap.total), "", "")
+    for stage in swap.stages:
+        table.add_row(
+            f"{stage.path}.{stage.stage}",
+            *_effect(stage.alone),
+            *_effect(stage.replaced),
+            number(stage.share_error),
+            number(stage.share_lost_picks),
+        )
+    for name in swap.not_swappable:
+        table.add_row(name, "not shown by the candidate")
+    return table
+
+
+def _effect(effect: SwapEffect) -> tuple[str, str]:
+    lost = "" if effect.lost_picks is None else str(effect.lost_picks)
+    return number(effect.attention_error), lost
+
+
+def _repeat(candidate: CandidateResult) -> list[str]:
+    repeat = candidate.repeat
+    if repeat is None:
+        return []
+    same = len(repeat.stages) - repeat.changed
+    line = f"{candidate.name}: {same} of {len(repeat.stages)} stages equal in {repeat.runs} runs"
+    moved = repeat.moved_first
+    if moved is None:
+        return [line]
+    return [
+        f"{line}; first to move: {moved.what}, layer {moved.layer} {moved.path}.{moved.stage}",
+        f"  {repeat.picks_changed} picks changed in {repeat.rows_changed} queries",
+    ]
+
+
+def _shrunk(found: ShrinkResult) -> list[str]:
+    size = (
+        f"tokens {found.tokens}, requests {found.requests}, windows {found.windows}, pages "
+        f"{found.pages}, heads {found.heads}, k {found.topk}; found in {found.trials} trials"
+    )
+    return [size + ("" if found.complete else ", not finished")]
