@@ -17,6 +17,7 @@ from needlepoint.optimized.candidates.catalogue import FACTORIES
 from needlepoint.reference.config import MODELS, ModelConfig
 from needlepoint.reference.weights import LayerWeights, random_layer_weights
 from needlepoint.verify.inputs.checks import tensor_digest
+from needlepoint.verify.inputs.draw import Draw
 from needlepoint.verify.inputs.load import MINI, SYNTHETIC, Inputs, load_inputs
 from needlepoint.verify.inputs.synthetic import (
     VARIED,
@@ -24,7 +25,6 @@ from needlepoint.verify.inputs.synthetic import (
     synthetic_hidden,
     synthetic_weights,
 )
-from needlepoint.verify.inputs.synthetic_draw import Draw
 
 SOURCES = (MINI, *(f"{SYNTHETIC}:{kind}" for kind in VARIED))
 CANDIDATES = tuple(name for name in FACTORIES if name.startswith("emulated:"))

@@ -22,8 +22,7 @@ from needlepoint.reference.profile import BF16_CONTRACT
 from needlepoint.verify.engines import deepgemm as engine_deepgemm
 from needlepoint.verify.engines import sglang as engine_sglang
 from needlepoint.verify.engines.plan import completed, entry_slots, switches
-from needlepoint.verify.engines.sglang import Kernels, SglangCandidate
-from needlepoint.verify.engines.sglang_topk import select
+from needlepoint.verify.engines.sglang import Kernels, SglangCandidate, select
 from needlepoint.verify.inputs.layer_inputs import given_layer
 from needlepoint.verify.inputs.load import Inputs
 from needlepoint.verify.judge.results.output import PipelineOutput

@@ -29,6 +29,7 @@ from needlepoint.reference.rope import apply_rope, rope_frequencies, rope_rows
 from needlepoint.reference.topk import visible_entries
 from needlepoint.reference.weights import LayerWeights, random_layer_weights
 from needlepoint.verify.base.rows import Rows
+from needlepoint.verify.inputs.draw import Draw
 from needlepoint.verify.inputs.synthetic import (
     DEFAULT_LENGTHS,
     KINDS,
@@ -38,7 +39,6 @@ from needlepoint.verify.inputs.synthetic import (
     synthetic_hidden,
     synthetic_weights,
 )
-from needlepoint.verify.inputs.synthetic_draw import Draw
 
 MINI = MODELS["mini"]
 RATIO4, RATIO128 = 0, 1

@@ -29,7 +29,7 @@ from needlepoint.verify.judge.sides.key_side import (
     window_table,
 )
 from needlepoint.verify.layout.stored_rows import StoredRows, read_stored
-from needlepoint.verify.numerics.error_bound_chain import precision_of
+from needlepoint.verify.numerics.error_bound import precision_of
 from needlepoint.verify.numerics.row_errors import StageErrors
 
 Load = Callable[..., Inputs]

@@ -13,8 +13,14 @@ from needlepoint.reference.profile import (
     Precision,
     needlepoint_profile,
 )
-from needlepoint.verify.numerics.error_bound import ErrorBound, exact, rounding
-from needlepoint.verify.numerics.error_bound_chain import KeyPath, key_chain, precision_of
+from needlepoint.verify.numerics.error_bound import (
+    ErrorBound,
+    KeyPath,
+    exact,
+    key_chain,
+    precision_of,
+    rounding,
+)
 from needlepoint.verify.numerics.error_bound_pooled import pooled
 
 ROWS = 48

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from needlepoint.reference.norm import layer_norm
-from needlepoint.verify.numerics.error_bound import ErrorBound, exact
-from needlepoint.verify.numerics.error_bound_tokens import layer_normed
+from needlepoint.verify.numerics.error_bound import ErrorBound, exact, layer_normed
 
 EPS = 1e-6
 ROWS = 64

@@ -10,8 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from needlepoint.verify.numerics.picks import pick_sets, selection_cost
-from needlepoint.verify.numerics.selection import PickErrors, Swap, judge_picks
+from needlepoint.verify.numerics.selection import (
+    PickErrors,
+    Swap,
+    judge_picks,
+    pick_sets,
+    selection_cost,
+)
 
 K = 4
 

@@ -23,8 +23,7 @@ from needlepoint.reference.rope import apply_rope, rope_frequencies, rope_rows
 from needlepoint.verify.judge.sides.attention_side import attention_errors
 from needlepoint.verify.layout.pages import open_pool
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.numerics.picks import pick_sets
-from needlepoint.verify.numerics.selection import Swap, judge_picks
+from needlepoint.verify.numerics.selection import Swap, judge_picks, pick_sets
 from needlepoint.verify.selftest.faults.catalogue import CATALOGUE
 from needlepoint.verify.selftest.faults.picks import UNWRITTEN, capped_ties
 from needlepoint.verify.selftest.faults.store import raw_codes_rounded_scale

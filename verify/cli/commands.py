@@ -24,7 +24,7 @@ from needlepoint.verify.run import pipeline
 from needlepoint.verify.run.failures_saved import SavedFailures
 from needlepoint.verify.schema.environment import world_size
 from needlepoint.verify.schema.result import Contract, with_notes
-from needlepoint.verify.triage.failures import Failures
+from needlepoint.verify.triage.shrink import Failures
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from needlepoint.optimized.emulation.query import store_queries as emulated_quer
 from needlepoint.optimized.emulation.specification import SPEC_VERSION
 from needlepoint.optimized.protocol.interface import LayerInputs, PagedRows, QueryInputs
 from needlepoint.verify.base.atomic import write_files
-from needlepoint.verify.inputs.synthetic_draw import Draw
+from needlepoint.verify.inputs.draw import Draw
 from needlepoint.verify.schema.environment import driver_version
 
 SEED = 20

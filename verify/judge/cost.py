@@ -10,7 +10,7 @@ from torch import Tensor
 
 from needlepoint.reference.hadamard import hadamard
 from needlepoint.verify.judge.contracts import ContractBlock
-from needlepoint.verify.numerics.picks import selection_cost
+from needlepoint.verify.numerics.selection import selection_cost
 from needlepoint.verify.numerics.spread import finite
 from needlepoint.verify.schema.result import ContractCost
 

@@ -50,7 +50,7 @@ from needlepoint.verify.layout.stored_rows import (
     unfolded_weights,
 )
 from needlepoint.verify.numerics.error_bound import rounding
-from needlepoint.verify.numerics.picks import pick_sets
+from needlepoint.verify.numerics.selection import pick_sets
 from needlepoint.verify.schema.swap import SwapEffect, SwapResult, SwapStage
 
 Own = frozenset[StageKey]

@@ -17,8 +17,7 @@ from needlepoint.optimized.protocol.interface import StageKey
 from needlepoint.verify.base.stages import NORMED, POOLED, ROPED, ROTATED, STORED
 from needlepoint.verify.judge.sides.key_side import KeyReference, reference_rows
 from needlepoint.verify.layout.stored_rows import StoredRows, replayable
-from needlepoint.verify.numerics.error_bound import exact, rounding
-from needlepoint.verify.numerics.error_bound_chain import key_chain, precision_of
+from needlepoint.verify.numerics.error_bound import exact, key_chain, precision_of, rounding
 
 
 class KeyMixture:

@@ -41,7 +41,7 @@ _SUMS = 1.0 + 2.0**-10
 
 
 def stored_error_bound(row: ErrorBound, fmt: Format) -> ErrorBound:
-    """Enclose what a store may hold: the reference's stored values and the steps left open.
+    """Bound what a store may hold: the reference's stored values and the steps left open.
 
     Parameters
     ----------

@@ -7,13 +7,16 @@ what the stage can amplify it by, plus what fp32 can lose in the stage itself (a
 analysis, constants in ``error_model.py``, derivations in ``docs/limits.md``). The value comes from
 the reference's own function, so that there is one definition of what is meant.
 
-``exact`` starts a chain at any observed stage with radius 0: that is a *local* replay. ``pooled``
-starts it at the projections: that is the *accumulated* one.
+``key_chain`` goes from one stage of a key row to the last before the store. ``exact`` starts it at
+any observed stage with radius 0: that is a *local* replay. ``pooled`` starts it at the projections:
+that is the *accumulated* one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ from needlepoint.reference.norm import rms_norm
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.reference.rope import apply_rope, from_pairs, in_pairs
 from needlepoint.reference.rounding import round_to
+from needlepoint.verify.base.stages import NORMED, POOLED, ROPED, ROTATED
 from needlepoint.verify.numerics.error_model import (
     HADAMARD_FACTOR,
     HADAMARD_SUM,
@@ -101,9 +105,9 @@ def rounding(error_bound: ErrorBound, precision: Precision) -> ErrorBound:
 
 
 def normed(row: ErrorBound, weight: Tensor, eps: float) -> ErrorBound:
-    """Enclose RMSNorm, ``x w / sqrt(mean x^2 + eps)``.
+    """Bound RMSNorm, ``x w / sqrt(mean x^2 + eps)``.
 
-    The mean square is enclosed first, ends and all, and its reciprocal root read off at both ends.
+    The mean square is bounded first, ends and all, and its reciprocal root read off at both ends.
 
     Parameters
     ----------
@@ -143,7 +147,7 @@ def roped(
     table_error: float = 0.0,
     layout: RopeLayout = RopeLayout.TRAILING_PAIRS,
 ) -> ErrorBound:
-    """Enclose RoPE on ``2 * pairs`` dims.
+    """Bound RoPE on ``2 * pairs`` dims.
 
     Parameters
     ----------
@@ -174,7 +178,7 @@ def roped(
 
 
 def rotated(row: ErrorBound) -> ErrorBound:
-    """Enclose the 128-point Hadamard rotation of the last axis.
+    """Bound the 128-point Hadamard rotation of the last axis.
 
     Every output is a signed sum of all inputs, so all dims of a row share the sum of the radii.
 
@@ -193,7 +197,7 @@ def rotated(row: ErrorBound) -> ErrorBound:
 
 
 def weights(projection: Tensor, scale: float) -> ErrorBound:
-    """Enclose the head weights, projection times ``scale``, after unfolding a query scale.
+    """Bound the head weights, projection times ``scale``, after unfolding a query scale.
 
     Parameters
     ----------
@@ -212,7 +216,7 @@ def query_rotated(
     arithmetic: Arithmetic,
     layout: RopeLayout = RopeLayout.TRAILING_PAIRS,
 ) -> ErrorBound:
-    """Enclose the query as it goes into its store: RoPE, Hadamard, and the profile's roundings.
+    """Bound the query as it goes into its store: RoPE, Hadamard, and the profile's roundings.
 
     Parameters
     ----------
@@ -227,3 +231,128 @@ def query_rotated(
     """
     row = rounding(roped(query, table, layout=layout), arithmetic.roped)
     return rounding(rotated(row), arithmetic.rotated) if arithmetic.hadamard else row
+
+
+def layer_normed(row: ErrorBound, weight: Tensor, bias: Tensor, eps: float) -> ErrorBound:
+    """Bound ``(x - mean) w / sqrt(mean (x - mean)^2 + eps) + b``.
+
+    The mean moves by at most the mean radius and what a sum in any order and one division lose;
+    ``x - mean`` is then one more rounded sum, and normalised as an RMS norm does. A variance formed
+    as a difference of two mean squares is not admitted: it loses all digits where the mean is
+    large.
+
+    Parameters
+    ----------
+    row
+        [..., d].
+    weight, bias
+        [d].
+    eps
+        Positive.
+    """
+    x, delta = row.value, row.delta
+    adds = min(x.shape[-1] - 1, int(REDUCTION.value)) + 2
+    mean = x.mean(-1, keepdim=True)
+    lost = U * adds * x.abs().mean(-1, keepdim=True) + delta.mean(-1, keepdim=True)
+    # 2 U: the difference itself, and x and mean scaled one by one before they are subtracted.
+    radius = delta + lost + 2 * U * (x.abs() + mean.abs()) + TINY
+    found = normed(ErrorBound(x - mean, radius), weight, eps)
+    shift = bias.to(torch.float64)
+    value = found.value + shift
+    added = 2 * U * (found.value.abs() + shift.abs()) + TINY
+    return ErrorBound(value, found.delta + added)
+
+
+@dataclass(frozen=True)
+class KeyPath:
+    """What the stages behind ``pooled`` need.
+
+    Attributes
+    ----------
+    norm_weight
+        [d] fp32.
+    eps
+        Epsilon of the norm.
+    table
+        float64 [rows, 32, 2] cos and sin at the first token of each row's window.
+    arithmetic
+        Profile.
+    rotate
+        Whether a Hadamard rotation follows RoPE (index keys of a profile that rotates).
+    norm_bias
+        [d] fp32: the norm is a LayerNorm (ratio 1); None for an RMS norm.
+    layout
+        Dims that RoPE rotates.
+    """
+
+    norm_weight: Tensor
+    eps: float
+    table: Tensor
+    arithmetic: Arithmetic
+    rotate: bool
+    norm_bias: Tensor | None = None
+    layout: RopeLayout = RopeLayout.TRAILING_PAIRS
+
+
+def key_chain(stage: str, row: ErrorBound, path: KeyPath) -> Mapping[str, ErrorBound]:
+    """Push a row from one stage to the last stage before the store.
+
+    Parameters
+    ----------
+    stage
+        Stage of ``row``: ``pooled``, ``normed``, ``roped`` or ``rotated``.
+    row
+        [rows, d]: ``pooled(...)`` for an accumulated comparison, ``exact(observed)`` for a local
+        one.
+    path
+        Weights, table and profile.
+
+    Returns
+    -------
+    Mapping
+        Stage to error bound *before* that stage's rounding point, from ``stage`` on. Apply
+        :func:`rounding` to the last one to get what the store receives.
+
+    Raises
+    ------
+    ValueError
+        If the path has no such stage.
+    """
+    order = [POOLED, NORMED, ROPED, *([ROTATED] if path.rotate else [])]
+    if stage not in order:
+        raise ValueError(f"key chain: no stage {stage!r}, expected one of {', '.join(order)}")
+    chain = {stage: row}
+    for before, after in pairwise(order):
+        if before in chain:
+            entering = rounding(chain[before], precision_of(before, path.arithmetic))
+            chain[after] = _advance(after, entering, path)
+    return chain
+
+
+def precision_of(stage: str, arithmetic: Arithmetic) -> Precision:
+    """Return the rounding point of a dense key stage.
+
+    Raises
+    ------
+    ValueError
+        If the stage is not dense.
+    """
+    points = {
+        POOLED: arithmetic.pooled,
+        NORMED: arithmetic.normed,
+        ROPED: arithmetic.roped,
+        ROTATED: arithmetic.rotated,
+    }
+    if stage not in points:
+        raise ValueError(f"stage {stage!r} has no rounding point, expected {', '.join(points)}")
+    return points[stage]
+
+
+def _advance(stage: str, row: ErrorBound, path: KeyPath) -> ErrorBound:
+    if stage == NORMED and path.norm_bias is not None:
+        return layer_normed(row, path.norm_weight, path.norm_bias, path.eps)
+    if stage == NORMED:
+        return normed(row, path.norm_weight, path.eps)
+    if stage == ROPED:
+        return roped(row, path.table, layout=path.layout)
+    return rotated(row)

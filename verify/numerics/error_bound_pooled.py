@@ -47,7 +47,7 @@ def slot_ape(ape: Tensor, ratio: int) -> Tensor:
 
 
 def pooled(taps: Taps, ape: Tensor, arithmetic: Arithmetic | None = None) -> ErrorBound:
-    """Enclose the pooled rows of given taps.
+    """Bound the pooled rows of given taps.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def _weights(logits: Tensor, ape: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rounded(kv: Tensor, logits: Tensor, ape: Tensor, arithmetic: Arithmetic) -> ErrorBound:
-    """Enclose a pooling that rounds its normalised weights, or their products, to bf16."""
+    """Bound a pooling that rounds its normalised weights, or their products, to bf16."""
     slots = kv.shape[1]
     weight, growth, rescales = _weights(logits, ape)
     total = growth.sum(1, keepdim=True)

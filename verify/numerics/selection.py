@@ -27,8 +27,6 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from needlepoint.verify.numerics.picks import PickSets, pick_sets
-
 
 class Swap(IntEnum):
     """Class of one swap."""
@@ -198,46 +196,50 @@ def judge_picks(
             f"{None if candidate_scores is None else tuple(candidate_scores.shape)}; expected one "
             "shape [rows, entries]"
         )
-    own = pick_sets(candidate_picks, visible, k, shape[1])
-    meant = pick_sets(reference_picks, visible, k, shape[1])
-    if bool(meant.invalid.any()):
-        bad = int(meant.invalid.nonzero()[0])
+    candidate = pick_sets(candidate_picks, visible, k, shape[1])
+    reference = pick_sets(reference_picks, visible, k, shape[1])
+    if bool(reference.invalid.any()):
+        bad = int(reference.invalid.nonzero()[0])
         raise ValueError(
-            f"picks: row {bad} of the reference has {int(meant.invalid[bad])} invalid picks; "
+            f"picks: row {bad} of the reference has {int(reference.invalid[bad])} invalid picks; "
             f"expected min({k}, {int(visible[bad])}) distinct visible entries"
         )
-    row, lost, gained = _pairs(own, meant, reference_scores)
+    row, lost, gained = _pairs(candidate, reference, reference_scores)
     gap = (reference_scores[row, lost] - reference_scores[row, gained]).to(torch.float64)
     together = bound[row, lost].to(torch.float64) + bound[row, gained]
     allowed = limit * together
     if candidate_scores is None:
         kind = torch.full_like(row, Swap.UNKNOWN)
     else:
-        justified = _Justice(candidate_scores, own_radius, own, visible, k).of(row, lost, gained)
+        justified = _Justice(candidate_scores, own_radius, candidate, visible, k).of(
+            row, lost, gained
+        )
         tied = candidate_scores[row, lost] == candidate_scores[row, gained]
         kind = torch.where(gap <= allowed, int(Swap.EXPLAINED), int(Swap.UPSTREAM))
         kind = torch.where(tied, int(Swap.TIE), kind)
         kind = torch.where(justified, kind, int(Swap.SELECTOR))
-    counts = torch.zeros(len(own.invalid), len(Swap), dtype=torch.int64)
+    counts = torch.zeros(len(candidate.invalid), len(Swap), dtype=torch.int64)
     counts.index_put_((row, kind), torch.ones_like(row), accumulate=True)
-    rank = _ranks(meant, reference_scores, row, lost)
-    nothing = torch.full_like(own.invalid, shape[1])
+    rank = _ranks(reference, reference_scores, row, lost)
+    nothing = torch.full_like(candidate.invalid, shape[1])
     best = nothing.scatter_reduce(0, row, rank, "amin")
-    picked = meant.member.sum(1) / visible.clamp(min=1).to(torch.float64)
+    picked = reference.member.sum(1) / visible.clamp(min=1).to(torch.float64)
     return PickErrors(
         counts=counts,
-        invalid=own.invalid,
+        invalid=candidate.invalid,
         lost_rank=torch.where(best == shape[1], -1, best),
         discarded=torch.where(visible > 0, 1 - picked, 0.0),
         swaps=Swaps(row, lost, gained, kind, gap, together, allowed, rank),
     )
 
 
-def _pairs(own: PickSets, meant: PickSets, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _pairs(
+    candidate: PickSets, reference: PickSets, scores: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return row, lost and gained entry of each swap: both best first by reference score."""
-    lost = _best_first(meant.member & ~own.member, scores)
-    gained = _best_first(own.member & ~meant.member, scores)
-    rows = len(own.invalid)
+    lost = _best_first(reference.member & ~candidate.member, scores)
+    gained = _best_first(candidate.member & ~reference.member, scores)
+    rows = len(candidate.invalid)
     in_lost, in_gained = (torch.bincount(row, minlength=rows) for row, _ in (lost, gained))
     pairs = torch.minimum(in_lost, in_gained)
     keep_lost, keep_gained = (
@@ -290,12 +292,137 @@ class _Justice:
         return may_go & (high[index, gained] >= kth_low[index])
 
 
-def _ranks(meant: PickSets, scores: Tensor, row: Tensor, lost: Tensor) -> Tensor:
+def _ranks(reference: PickSets, scores: Tensor, row: Tensor, lost: Tensor) -> Tensor:
     """Return how many picks of the reference score higher than each lost entry."""
     rank = torch.zeros_like(row)
     step = max(1, _BLOCK_ELEMENTS // max(1, scores.shape[1]))
     for start in range(0, len(row), step):
         part = slice(start, start + step)
         better = scores[row[part]] > scores[row[part], lost[part]].unsqueeze(1)
-        rank[part] = (better & meant.member[row[part]]).sum(1)
+        rank[part] = (better & reference.member[row[part]]).sum(1)
     return rank
+
+
+@dataclass(frozen=True)
+class PickSets:
+    """Picks of some rows as sets.
+
+    Attributes
+    ----------
+    member
+        bool [rows, entries], the visible entries that a row picks.
+    invalid
+        int64 [rows], picks that break the rules of :func:`pick_sets`.
+    """
+
+    member: Tensor
+    invalid: Tensor
+
+
+def pick_sets(picks: Tensor, visible: Tensor, k: int, entries: int) -> PickSets:
+    """Turn picks into sets and count what is invalid about them.
+
+    Counted, each once: an entry below -1 or not visible, a repeated entry, a -1 that stands before
+    a pick, and every pick missing from or beyond ``min(k, visible)``.
+
+    Parameters
+    ----------
+    picks
+        int [rows, columns] request-relative entries in any order, -1 padded at the end.
+    visible
+        int [rows] entries that each row may see.
+    k
+        Entries to pick.
+    entries
+        Columns of the sets, at least the largest of ``visible``.
+
+    Raises
+    ------
+    ValueError
+        If ``picks`` is not an integer [rows, columns] tensor, ``visible`` does not fit it or
+        exceeds ``entries``, or ``k`` is below 1.
+    """
+    integer = not picks.is_floating_point() and not picks.is_complex()
+    if not integer or picks.dtype == torch.bool or picks.dim() != 2:
+        raise ValueError(
+            f"picks: {picks.dtype} {tuple(picks.shape)}, expected integers [rows, columns]"
+        )
+    if visible.shape != picks.shape[:1] or k < 1:
+        raise ValueError(
+            f"picks {tuple(picks.shape)} with visible {tuple(visible.shape)} and k {k}: expected "
+            "one visible count a row and a positive k"
+        )
+    if picks.shape[0] and not 0 <= int(visible.min()) <= int(visible.max()) <= entries:
+        raise ValueError(
+            f"picks: visible counts {int(visible.min())} .. {int(visible.max())}, expected "
+            f"0 .. {entries}"
+        )
+    wide = picks.to(torch.int64)
+    named = wide != -1
+    legal = (wide >= 0) & (wide < visible.unsqueeze(1))
+    member = torch.zeros(len(picks), entries + 1, dtype=torch.bool)
+    member.scatter_(1, wide.where(legal, entries), True)
+    member = member[:, :entries]
+
+    repeated = legal.sum(1) - member.sum(1)
+    last = (named * torch.arange(1, picks.shape[1] + 1)).amax(1) if picks.shape[1] else 0
+    holes = last - named.sum(1)
+    wanted = visible.to(torch.int64).clamp(max=k)
+    miscounted = (named.sum(1) - wanted).abs()
+    invalid = (named & ~legal).sum(1) + repeated + holes + miscounted
+    return PickSets(member, invalid)
+
+
+@dataclass(frozen=True)
+class SelectionCost:
+    """What a selection costs against a contract.
+
+    Attributes
+    ----------
+    overlap
+        float64 [rows], part of the contract's picks that the candidate picks too; 1 where the
+        contract picks nothing.
+    score_lost
+        float64 [rows], sum of the contract's scores over its own picks minus the sum over the
+        candidate's, in units of the RMS of the row's visible scores.
+    """
+
+    overlap: Tensor
+    score_lost: Tensor
+
+
+def selection_cost(
+    candidate: Tensor, contract: Tensor, scores: Tensor, visible: Tensor, k: int
+) -> SelectionCost:
+    """Return overlap and score lost of a block of rows.
+
+    Overlap alone cannot tell a lost needle from a swap at the boundary; score lost can.
+
+    Parameters
+    ----------
+    candidate, contract
+        int [rows, columns] picks, -1 padded.
+    scores
+        [rows, entries] scores of the contract, -inf from ``visible`` on.
+    visible
+        int [rows].
+    k
+        Entries to pick.
+
+    Raises
+    ------
+    ValueError
+        As :func:`pick_sets`.
+    """
+    entries = scores.shape[1]
+    picked = pick_sets(candidate, visible, k, entries).member
+    expected = pick_sets(contract, visible, k, entries).member
+    size = expected.sum(1)
+    shared = (picked & expected).sum(1)
+    overlap = torch.where(size > 0, shared / size.clamp(min=1).to(torch.float64), 1.0)
+
+    shown = scores.to(torch.float64).masked_fill(scores == -torch.inf, 0.0)
+    lost = (shown * expected.to(torch.int8).sub_(picked.to(torch.int8))).sum(1)
+    rms = (shown.square().sum(1) / visible.clamp(min=1)).sqrt()
+    in_rms = torch.where(rms > 0, lost / torch.where(rms > 0, rms, 1.0), 0.0)
+    return SelectionCost(overlap, in_rms.clamp(min=0))

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from needlepoint.optimized.protocol.serving import BF16_STATE, FP32_STATE, MAX_DRAFT
 from needlepoint.optimized.serving.ranks import LAYOUTS
-from needlepoint.verify.inputs.synthetic_draw import Draw
+from needlepoint.verify.inputs.draw import Draw
 from needlepoint.verify.scenario.events import (
     MAX_TOKENS,
     TEXTS,

@@ -18,7 +18,7 @@ import torch
 from needlepoint.optimized.protocol.interface import INDEX, MAIN
 from needlepoint.optimized.protocol.serving import BF16_STATE, FP32_STATE, MAX_DRAFT, Place
 from needlepoint.optimized.serving.ranks import LAYOUTS
-from needlepoint.verify.inputs.synthetic_draw import Draw
+from needlepoint.verify.inputs.draw import Draw
 from needlepoint.verify.scenario.actions import JUNK, Action, CallPart, ScenarioError, View
 from needlepoint.verify.scenario.events import (
     CALLS,

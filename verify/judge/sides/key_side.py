@@ -23,8 +23,14 @@ from needlepoint.verify.layout.stored_rows import StoredRows, replayable
 from needlepoint.verify.numerics.bounds import stored_error_bound
 from needlepoint.verify.numerics.compare import compare_dense
 from needlepoint.verify.numerics.compare_codes import compare_encoded
-from needlepoint.verify.numerics.error_bound import ErrorBound, exact, rounding
-from needlepoint.verify.numerics.error_bound_chain import KeyPath, key_chain, precision_of
+from needlepoint.verify.numerics.error_bound import (
+    ErrorBound,
+    KeyPath,
+    exact,
+    key_chain,
+    precision_of,
+    rounding,
+)
 from needlepoint.verify.numerics.error_bound_pooled import pooled, slot_ape
 from needlepoint.verify.numerics.error_model import LEAN, U
 from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors, row_blocks
