@@ -8,7 +8,7 @@ from enum import Enum
 from torch import Tensor
 
 from needlepoint.optimized.emulation.keyside import KeySide
-from needlepoint.optimized.emulation.memory import TransientLaw, measure_law
+from needlepoint.optimized.emulation.memory import measure_law
 from needlepoint.optimized.emulation.narrow import store_bf16, store_main_fp8
 from needlepoint.optimized.emulation.preconditions import (
     require_preconditions,
@@ -22,6 +22,7 @@ from needlepoint.optimized.emulation.scoring import (
     fused_scores,
     unfused_scores,
 )
+from needlepoint.optimized.emulation.select import select_topk
 from needlepoint.optimized.emulation.specification import SPEC_VERSION, source_digest
 from needlepoint.optimized.emulation.token_keys import TokenKeySide, token_stages
 from needlepoint.optimized.protocol.interface import (
@@ -34,6 +35,7 @@ from needlepoint.optimized.protocol.interface import (
     StageKey,
     key_and_query_stages,
 )
+from needlepoint.optimized.protocol.optional import TransientLaw
 from needlepoint.optimized.protocol.serving import CacheSpec, LayerParameters
 from needlepoint.optimized.serving.cache import new_cache
 from needlepoint.optimized.serving.emulated import EmulatedServer
@@ -144,6 +146,10 @@ class EmulatedCandidate:
     def run_rows(self, inputs: LayerInputs, positions: Tensor) -> Observed:
         """Compute the index keys of one request and some of its queries; see ``observe_rows``."""
         return observe_rows(inputs, positions, self.key_format, fused=self.order is Order.FUSED)
+
+    def select(self, scores: Tensor, lengths: Tensor, k: int) -> Tensor:
+        """Return the picks of given scores; implements ``SelectsEntries``."""
+        return select_topk(scores, lengths, k)
 
     def prompt_transients(self, tokens: int, heads: int) -> tuple[int | None, int]:
         """Return what scoring the end of a prompt holds; see ``scoring_transients``."""

@@ -36,8 +36,6 @@ class ParallelHeads:
     """
 
     key_format: str
-    spreads_layers = True
-    """Every rank takes part in every layer."""
 
     @property
     def info(self) -> CandidateInfo:
@@ -82,6 +80,15 @@ class ParallelHeads:
             topk=torch.cat(picks),
             path_taken=f"{found.path_taken}; {world} ranks of {heads // world} heads, all-reduce",
         )
+
+    def select(self, scores: Tensor, lengths: Tensor, k: int) -> Tensor:
+        """Select as the emulation does: from summed scores, on every rank."""
+        return self._kernel.select(scores, lengths, k)
+
+    @property
+    def spreads_layers(self) -> bool:
+        """Every rank takes part in every layer."""
+        return True
 
     @property
     def _kernel(self) -> EmulatedCandidate:

@@ -19,10 +19,11 @@ from needlepoint.optimized.build.variants import query_name
 from needlepoint.optimized.cuda.query import store_queries
 from needlepoint.optimized.cuda.runtime import module, require_cuda
 from needlepoint.optimized.cuda.scorer import CudaScorer
-from needlepoint.optimized.cuda.scores import KeyPages
+from needlepoint.optimized.cuda.scores import KeyPages, allocate_scores
 from needlepoint.optimized.cuda.server import CudaServer
 from needlepoint.optimized.cuda.steps import store_in_steps
 from needlepoint.optimized.cuda.store import PagedPool, store
+from needlepoint.optimized.cuda.topk import topk
 from needlepoint.optimized.cuda.weights import StoreWeights
 from needlepoint.optimized.emulation.pages import allocate, page_rows
 from needlepoint.optimized.emulation.preconditions import require_preconditions
@@ -147,6 +148,12 @@ class CudaCandidate:
             raise CannotServe("launches one kernel a stage, for whole prompts alone")
         cache = new_cache(parameters, spec, self.key_format, "cuda")
         return CudaServer(parameters, cache, self.key_format)
+
+    def select(self, scores: Tensor, lengths: Tensor, k: int) -> Tensor:
+        """Return the picks of given scores; implements ``SelectsEntries``."""
+        rows, columns = scores.shape
+        values = allocate_scores(rows, columns, torch.device("cuda")).copy_(scores)
+        return topk(values, lengths.to("cuda", torch.int32), k).cpu()
 
     def _paths(self, inputs: LayerInputs) -> dict[str, tuple[CompressorInputs, str]]:
         paths = {MAIN: (inputs.main, "main-bf16" if self.key_format == "bf16" else "main-584")}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,10 +16,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from needlepoint.optimized.protocol.optional import TransientLaw, TransientSample
+
 _ONE_AT_A_TIME = threading.RLock()  # torch keeps the state of modes in module globals
 
-LAW_CHUNK = 8192
-"""Queries that a serving engine's prefill scores at once."""
 LAW_SIZES = ((64, 8, 96), (256, 8, 64), (64, 32, 128), (128, 16, 512))
 """(queries, heads, keys) of the four measurements; at most 4 MiB each."""
 
@@ -81,54 +80,6 @@ class TransientMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live.values()))
 
 
-@dataclass(frozen=True)
-class TransientSample:
-    """One measurement: transient ``bytes`` of scoring ``queries`` x ``heads`` x ``keys``."""
-
-    queries: int
-    heads: int
-    keys: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class TransientLaw:
-    """bytes = bytes_per_product * queries * heads * keys, fitted to measurements.
-
-    Attributes
-    ----------
-    bytes_per_product
-        The fitted factor: 4 for one fp32 number per query, head and key.
-    worst_residual
-        Largest abs(measured / law - 1) over the samples: how well the law holds.
-    samples
-        What was measured.
-    """
-
-    bytes_per_product: float
-    worst_residual: float
-    samples: tuple[TransientSample, ...]
-
-    def predict(self, queries: int, heads: int, keys: int) -> int:
-        """Return the transient bytes of one chunk by the law."""
-        return round(self.bytes_per_product * queries * heads * keys)
-
-    def predict_prompt(self, tokens: int, heads: int, ratio: int = 4) -> int:
-        """Return the transient bytes of the last prefill chunk of a prompt by the law.
-
-        Parameters
-        ----------
-        tokens
-            Length of the prompt, scored in chunks of :data:`LAW_CHUNK` queries.
-        heads
-            Indexer heads.
-        ratio
-            Compression ratio: the last chunk scores ``tokens // ratio`` keys.
-        """
-        last = tokens % LAW_CHUNK or min(tokens, LAW_CHUNK)
-        return self.predict(last, heads, tokens // ratio)
-
-
 def fit_law(samples: Sequence[TransientSample]) -> TransientLaw:
     """Fit the one factor of the law by least squares.
 
@@ -142,8 +93,7 @@ def fit_law(samples: Sequence[TransientSample]) -> TransientLaw:
     products = np.array([float(s.queries * s.heads * s.keys) for s in samples])
     measured = np.array([float(s.bytes) for s in samples])
     factor = float(products @ measured / (products @ products))
-    residual = float(np.abs(measured / (factor * products) - 1).max())
-    return TransientLaw(factor, residual, tuple(samples))
+    return TransientLaw(factor, tuple(samples))
 
 
 def measure_law(

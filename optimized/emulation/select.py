@@ -17,7 +17,7 @@ def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     scores
         float32 ``[n, entries]``; only the first ``visible`` columns of a row count.
     visible
-        int64 ``[n]``, entries that the row may see.
+        Integers ``[n]``, entries that the row may see.
     k
         Picks a row.
 

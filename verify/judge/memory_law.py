@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
-from needlepoint.optimized.emulation.memory import TransientLaw
 from needlepoint.optimized.protocol.interface import Candidate
+from needlepoint.optimized.protocol.optional import MeasuresTransients
 from needlepoint.verify.schema.result import MemoryLaw, MemoryPoint
 
 PROMPT_TOKENS = 22_528
 """The prompt at which an unfused bf16 path was seen to run out of memory."""
 PROMPT_HEADS = 64
-
-
-@runtime_checkable
-class MeasuresTransients(Protocol):
-    """A candidate that can measure its own transients at several sizes and fit their law."""
-
-    def transient_law(self) -> TransientLaw | None:
-        """Measure and fit; None where transients do not grow with queries x heads x keys."""
-        ...
 
 
 def transient_law(candidate: Candidate) -> MemoryLaw | None:

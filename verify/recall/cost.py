@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 from needlepoint.optimized.protocol.interface import Candidate
+from needlepoint.optimized.protocol.optional import MeasuresPrompts
 from needlepoint.reference.config import MODELS
 from needlepoint.verify.judge.memory_law import PROMPT_HEADS, PROMPT_TOKENS
 from needlepoint.verify.schema.recall import RecallCost
@@ -13,15 +14,6 @@ from needlepoint.verify.schema.recall import RecallCost
 MEMORY_BYTES: Final = 8 << 30
 LAYERS: Final = MODELS["v4-flash"].compress_ratios.count(4)
 _UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-
-
-@runtime_checkable
-class MeasuresPrompts(Protocol):
-    """A candidate that can say what scoring the end of a prompt holds."""
-
-    def prompt_transients(self, tokens: int, heads: int) -> tuple[int | None, int]:
-        """Return transient bytes: measured (None if not run at this size), and by its law."""
-        ...
 
 
 def recall_cost(candidate: Candidate, key_bytes: float | None, memory: int) -> RecallCost:

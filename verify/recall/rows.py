@@ -7,7 +7,6 @@ them (``run_rows``); any other runs the whole layer.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from needlepoint.optimized.protocol.interface import (
     Observed,
     QueryInputs,
 )
+from needlepoint.optimized.protocol.optional import ComputesRows
 from needlepoint.reference.config import ModelConfig
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.linear import project
@@ -36,24 +36,6 @@ from needlepoint.verify.judge.sides.query_side import query_rows
 
 CHUNK = 1024
 """Tokens projected at once: transients do not grow with the prompt."""
-
-
-@runtime_checkable
-class ComputesRows(Protocol):
-    """A candidate that can compute some queries of one request without the others."""
-
-    def run_rows(self, inputs: LayerInputs, positions: Tensor) -> Observed:
-        """Return pages of all index keys, and query, scores and picks of the rows alone.
-
-        Parameters
-        ----------
-        inputs
-            One request of a layer of ratio 4; ``query`` holds the asked rows only, ``main`` is a
-            stand-in that is not to be read.
-        positions
-            int64 ``[rows]``.
-        """
-        ...
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from needlepoint.optimized.protocol.interface import INDEX, MAIN, Candidate, Observed
+from needlepoint.optimized.protocol.optional import ComputesRows
 from needlepoint.reference.config import ModelConfig
 from needlepoint.reference.profile import Arithmetic
 from needlepoint.reference.weights import LayerWeights
@@ -35,7 +36,7 @@ from needlepoint.verify.recall.outcomes import (
     smaller_ks,
 )
 from needlepoint.verify.recall.reference import reference_scores
-from needlepoint.verify.recall.rows import ComputesRows, GivenRows, candidate_rows, given_rows
+from needlepoint.verify.recall.rows import GivenRows, candidate_rows, given_rows
 
 SIDE_BY_SIDE: Final = 12_288
 """Tokens of all prompts that run at a time; a longer prompt runs alone."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from needlepoint.optimized.protocol.interface import Candidate, StageKey
+from needlepoint.optimized.protocol.optional import SpreadsLayers
 from needlepoint.reference.profile import CONTRACTS, Arithmetic
 from needlepoint.verify.base.placement import CPU, require_device
 from needlepoint.verify.base.progress import Progress
@@ -111,7 +112,7 @@ def verify(
             _run_layer(inputs, layer, candidates, outcomes, options, progress)
         return outcomes
 
-    together = any(getattr(candidate, "spreads_layers", False) for candidate in candidates)
+    together = any(isinstance(c, SpreadsLayers) and c.spreads_layers for c in candidates)
     together |= repeat > 1  # hashes of repeated runs are not merged
     shared = share_out(inputs.layers, inputs.config.ratio, judge, together=together)
     on_card = "cuda" in {device, *(candidate.info.device for candidate in candidates)}
