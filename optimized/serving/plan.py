@@ -150,30 +150,6 @@ class StorePlan:
         """Words that ``workspace`` must have for a launch."""
         return 512 * self.slots.shape[0] if self.ratio == 128 else 0
 
-    def padded(self, slots: int, writes: int) -> StorePlan:
-        """Return the plan with skipped entries added, as a captured graph of fixed size needs it.
-
-        Raises
-        ------
-        ValueError
-            If the plan is larger already.
-        """
-        more, kept = slots - self.slots.shape[0], writes - self.writes.shape[0]
-        if more < 0 or kept < 0:
-            raise ValueError(
-                f"plan of {self.slots.shape[0]} slots and {self.writes.shape[0]} writes: cannot be "
-                f"padded to {slots} and {writes}"
-            )
-        pad = torch.nn.functional.pad
-        padded = replace(
-            self,
-            segments=pad(self.segments, (0, 0, 0, more)) if self.decode else self.segments,
-            slots=pad(self.slots, (0, more), value=-1),
-            writes=pad(self.writes, (0, 0, 0, kept), value=-1),
-        )
-        words = padded.workspace_words if self.workspace.numel() else 0
-        return replace(padded, workspace=self.workspace.new_full((words,), -1))
-
 
 def plan_store(
     ratio: int,

@@ -25,22 +25,6 @@ def test_rows_enumerate_requests_in_order(lengths: tuple[int, ...], ratio: int |
     assert [rows.token(row) for row in range(rows.total)] == expected
 
 
-@given(LENGTHS, RATIOS)
-def test_every_token_maps_to_its_row_or_to_none(
-    lengths: tuple[int, ...], ratio: int | None
-) -> None:
-    rows = Rows(lengths, ratio)
-    request = torch.cat([torch.full((n,), r) for r, n in enumerate(lengths)])
-    position = torch.cat([torch.arange(n) for n in lengths])
-
-    found = rows.rows_of(request, position)
-
-    assert found[found >= 0].tolist() == list(range(rows.total))
-    back = rows.tokens(found[found >= 0])
-    assert torch.equal(back.request, request[found >= 0])
-    assert torch.equal(back.position, position[found >= 0])
-
-
 def test_entries_stand_at_the_token_that_completes_them() -> None:
     rows = Rows((7, 3, 8), 4)
 
@@ -50,7 +34,6 @@ def test_entries_stand_at_the_token_that_completes_them() -> None:
     assert rows.token(0) == Token(0, 3, 0)
     assert rows.token(1) == Token(2, 3, 0)
     assert rows.token(2) == Token(2, 7, 1)
-    assert rows.rows_of(torch.tensor([2, 2]), torch.tensor([7, 6])).tolist() == [2, -1]
 
 
 def test_shape_is_kept() -> None:
@@ -75,10 +58,6 @@ def test_out_of_range_is_named() -> None:
         Rows((3,), 4).token(0)
     with pytest.raises(ValueError, match="row -1: expected 0 to 9"):
         Rows((7, 3)).tokens(torch.tensor([2, -1]))
-    with pytest.raises(ValueError, match="position 3 of request 1: expected 0 to 2"):
-        rows.rows_of(torch.tensor([0, 1]), torch.tensor([3, 3]))
-    with pytest.raises(ValueError, match="request 2: expected 0 to 1"):
-        rows.rows_of(torch.tensor([2]), torch.tensor([0]))
     with pytest.raises(ValueError, match="request 2: expected 0 to 1"):
         rows.span(2)
     with pytest.raises(ValueError, match=r"request lengths \(4, -1\)"):

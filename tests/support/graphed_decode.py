@@ -65,7 +65,7 @@ class GraphedDecode:
         empty = replace(
             plan, segments=plan.segments[:0], slots=plan.slots[:0], writes=plan.writes[:0]
         )
-        self._plan = empty.padded(width, width).to(device)
+        self._plan = padded_plan(empty, width, width).to(device)
         name = require_store(self._kv, self._score, weights, self._plan, pool, state)
 
         def launch() -> None:
@@ -111,7 +111,7 @@ class GraphedDecode:
                 f"plan: ratio {plan.ratio} and page_size {plan.page_size}, captured with "
                 f"{self._plan.ratio} and {self._plan.page_size}"
             )
-        filled = plan.padded(self.width, self.width)
+        filled = padded_plan(plan, self.width, self.width)
         for name in ("segments", "slots", "writes"):
             getattr(self._plan, name).copy_(getattr(filled, name))
         self._kv[: len(kv)] = kv
@@ -127,3 +127,28 @@ def require_decode(plan: StorePlan, width: int) -> None:
         raise ValueError(
             f"plan: {plan.slots.shape[0]} requests, expected at most the {width} of the graph"
         )
+
+
+def padded_plan(plan: StorePlan, slots: int, writes: int) -> StorePlan:
+    """Return a plan with skipped entries added, as a captured graph of fixed size needs it.
+
+    Raises
+    ------
+    ValueError
+        If the plan is larger already.
+    """
+    more, kept = slots - plan.slots.shape[0], writes - plan.writes.shape[0]
+    if more < 0 or kept < 0:
+        raise ValueError(
+            f"plan of {plan.slots.shape[0]} slots and {plan.writes.shape[0]} writes: cannot be "
+            f"padded to {slots} and {writes}"
+        )
+    pad = torch.nn.functional.pad
+    padded = replace(
+        plan,
+        segments=pad(plan.segments, (0, 0, 0, more)) if plan.decode else plan.segments,
+        slots=pad(plan.slots, (0, more), value=-1),
+        writes=pad(plan.writes, (0, 0, 0, kept), value=-1),
+    )
+    words = padded.workspace_words if plan.workspace.numel() else 0
+    return replace(padded, workspace=plan.workspace.new_full((words,), -1))

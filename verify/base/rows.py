@@ -126,41 +126,6 @@ class Rows:
             return Tokens(request, local, None)
         return Tokens(request, (local + 1) * self.ratio - 1, local)
 
-    def rows_of(self, request: Tensor, position: Tensor) -> Tensor:
-        """Return the rows that stand at these tokens.
-
-        Parameters
-        ----------
-        request, position
-            Integer tensors of one shape.
-
-        Returns
-        -------
-        Tensor
-            int64 row numbers; -1 where no row stands at the token (key-side rows stand only where
-            a window is complete).
-
-        Raises
-        ------
-        ValueError
-            Where a request or a position is out of range.
-        """
-        request, position = request.to(torch.int64), position.to(torch.int64)
-        _check_range("request", request, len(self.lengths))
-        lengths = torch.tensor(self.lengths, dtype=torch.int64)
-        starts = torch.tensor(self.offsets, dtype=torch.int64)
-        outside = (position < 0) | (position >= lengths[request])
-        if bool(outside.any()):
-            at = int(outside.flatten().nonzero()[0].item())
-            raise ValueError(
-                f"position {int(position.flatten()[at])} of request "
-                f"{int(request.flatten()[at])}: expected 0 to "
-                f"{int(lengths[request].flatten()[at]) - 1}"
-            )
-        ratio = self.ratio or 1
-        rows = starts[request] + (position + 1) // ratio - 1
-        return torch.where((position + 1) % ratio == 0, rows, -1)
-
 
 def stage_rows(key: StageKey, lengths: Sequence[int], ratio: int) -> Rows:
     """Return the rows of a stage of a layer of this ratio."""

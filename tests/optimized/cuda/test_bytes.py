@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.graphed_decode import padded_plan
 from torch import Tensor
 
 from needlepoint.benchmarks.stored_bytes import (
@@ -200,7 +201,7 @@ def test_batch_order_strides_and_padding_change_nothing(ratio: int, head_dim: in
         zeros = np.zeros(2, np.int64)
         chunks = Chunks(np.asarray(order), zeros, np.asarray([lengths[r] for r in order]), zeros)
         plan = plan_store(ratio, chunks, table, expected.page_size, keep_state=False)
-        plan = plan.padded(plan.slots.shape[0] + 5, 3).to("cuda")
+        plan = padded_plan(plan, plan.slots.shape[0] + 5, 3).to("cuda")
         pool = empty_pool(expected)
         for _ in range(2):
             store(rows[:, :width], rows[:, width:], weights, plan, pool)

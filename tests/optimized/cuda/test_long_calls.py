@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.graphed_decode import padded_plan
 
 from needlepoint.benchmarks.byte_sweep import (
     Table,
@@ -54,7 +55,7 @@ def long_call(dtype: torch.dtype, head_dim: int) -> tuple[LayerInputs, PagedRows
     layout = "index-fp8" if head_dim == 128 else "main-584"
     paged = allocate(layout, page_rows(4), [n // 4 for n in LONG_CALL], 33)
     plan = plan_of(LONG_CALL, 4, paged)
-    return inputs, paged, plan.padded(plan.slots.shape[0] + 9000, 5)
+    return inputs, paged, padded_plan(plan, plan.slots.shape[0] + 9000, 5)
 
 
 @pytest.mark.parametrize("head_dim", [128, 512])

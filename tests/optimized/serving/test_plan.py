@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.graphed_decode import padded_plan
 
 from needlepoint.optimized.serving.plan import (
     Chunks,
@@ -133,11 +134,11 @@ def test_decode_has_one_slot_a_chunk() -> None:
     plan = plan_store(4, chunks, table, PAGE, decode=True)
 
     assert plan.slots.tolist() == [0, -1]
-    assert plan.padded(3, 5).slots.tolist() == [0, -1, -1]
-    assert plan.padded(3, 5).segments[2].tolist() == [0] * 8
-    assert plan.padded(3, 5).writes[2:].tolist() == [[-1, -1]] * 3
+    assert padded_plan(plan, 3, 5).slots.tolist() == [0, -1, -1]
+    assert padded_plan(plan, 3, 5).segments[2].tolist() == [0] * 8
+    assert padded_plan(plan, 3, 5).writes[2:].tolist() == [[-1, -1]] * 3
     with pytest.raises(ValueError, match="cannot be padded to 1"):
-        plan.padded(1, 5)
+        padded_plan(plan, 1, 5)
 
 
 def chunk(**changes: int) -> Chunks:
