@@ -11,33 +11,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from needlepoint.benchmarks.stored_bytes import (
-    EPS,
-    KINDS,
-    ByteCount,
-    differing_rows,
-    draw,
-    on_device,
-)
-from needlepoint.optimized.cuda.faults import new_faults, require_no_store_faults
-from needlepoint.optimized.cuda.store import ROWS, PagedPool, new_state, store
+from needlepoint.optimized.cuda.candidates import plan_of
+from needlepoint.optimized.cuda.store import ROWS, store
 from needlepoint.optimized.cuda.weights import StoreWeights
 from needlepoint.optimized.emulation.compiled import Parameters, compute_rows, encode_rows
 from needlepoint.optimized.emulation.narrow import StoredRows
 from needlepoint.optimized.emulation.pages import allocate, page_rows, write_rows
 from needlepoint.optimized.emulation.specification import LOG2_E
 from needlepoint.optimized.protocol.interface import LayerInputs, PagedRows
-from needlepoint.optimized.serving.plan import Chunks, StorePlan, plan_store, window_slots
+from needlepoint.reference.layer import ReferenceLayer
+from needlepoint.reference.profile import BF16_CONTRACT
+from needlepoint.verify.inputs.layer_inputs import given_layer
+from needlepoint.verify.inputs.load import load_inputs
+from needlepoint.verify.inputs.synthetic import VARIED
+from needlepoint.verify.workloads.calls import Calls, Feed, Table, window_tokens
+from needlepoint.verify.workloads.projections import (
+    EPS,
+    KINDS,
+    draw,
+    empty_pool,
+    emulate,
+    on_device,
+)
 
-I64 = npt.NDArray[np.int64]
+SOURCES = ("mini", *(f"synthetic:{kind}" for kind in VARIED))
 SHAPES = ((4, 128), (4, 512), (128, 512))
 """Supported (ratio, head_dim)."""
 TABLE_TOKENS = 32768
@@ -45,22 +49,20 @@ ROUND_TOKENS = 131072
 
 
 @dataclass(frozen=True)
-class Feed:
-    """How the tokens of a round arrive.
+class ByteCount:
+    """Outcome of one comparison."""
 
-    Attributes
-    ----------
-    name
-        ``"prefill"``, ``"chunks"`` or ``"decode"``.
-    requests
-        Requests of equal length that share the tokens of the round, almost evenly.
-    sizes
-        Tokens a call, taken in turn; 0 for the whole request.
-    """
-
-    name: str
-    requests: int
-    sizes: tuple[int, ...]
+    layout: str
+    inputs: str
+    """Dtype of the projections."""
+    kind: str
+    tokens: int
+    rows: int
+    """Rows stored."""
+    differing: int
+    """Rows with a differing byte, or every row if a byte outside them differs."""
+    compared: int
+    """Bytes compared, the untouched ones included."""
 
 
 def feeds(ratio: int) -> tuple[Feed, ...]:
@@ -71,161 +73,23 @@ def feeds(ratio: int) -> tuple[Feed, ...]:
     return (whole, chunks, whole, decode, whole, whole, chunks, whole)
 
 
-def window_tokens(ratio: int, lengths: tuple[int, ...]) -> tuple[I64, I64]:
-    """Return the token of each slot of each window, negative where masked, and each entry's number.
+def draw_table(ratio: int, dim: int, kind: str, dtype: torch.dtype, seed: int) -> Table:
+    """Draw on the card, where it is fast, and copy to the host."""
+    device = torch.Generator(device="cuda").manual_seed(seed)
+    width = dim * (2 if ratio == 4 else 1)
 
-    Parameters
-    ----------
-    ratio
-        4 or 128.
-    lengths
-        Tokens of each request; their rows follow one another.
+    def projections() -> Tensor:
+        return draw(kind, (TABLE_TOKENS, width), device).to(dtype)
 
-    Returns
-    -------
-    tuple
-        int64 ``[windows, slots]`` and int64 ``[windows]``, windows of all requests in order.
-    """
-    slots = window_slots(ratio)
-    first = np.cumsum(lengths) - lengths
-    tokens, entries = [], []
-    for start, length in zip(first, lengths, strict=True):
-        entry = np.arange(length // ratio, dtype=np.int64)
-        position = (entry[:, None] + 1) * ratio - slots + np.arange(slots)
-        tokens.append(np.where(position < 0, -1, start + position))
-        entries.append(entry)
-    return np.concatenate(tokens), np.concatenate(entries)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Projections and parameters of one kind, on both sides."""
-
-    ratio: int
-    kind: str
-    kv: Tensor
-    score: Tensor
-    given: Parameters
-    device_kv: Tensor
-    device_score: Tensor
-    weights: StoreWeights
-
-    @classmethod
-    def draw(cls, ratio: int, dim: int, kind: str, dtype: torch.dtype, seed: int) -> Table:
-        """Draw on the card, where it is fast, and copy to the host."""
-        device = torch.Generator(device="cuda").manual_seed(seed)
-        width = dim * (2 if ratio == 4 else 1)
-
-        def projections() -> Tensor:
-            return draw(kind, (TABLE_TOKENS, width), device).to(dtype)
-
-        kv, score = projections(), projections()
-        host = torch.Generator().manual_seed(seed)
-        ape = torch.randn(ratio, width, generator=host)
-        norm = 1 + 0.3 * torch.randn(dim, generator=host)
-        angle = 3 * torch.randn(ROUND_TOKENS, 32, generator=host)
-        rope = torch.stack((angle.cos(), angle.sin()), dim=-1)
-        weights = StoreWeights.prepare(ratio, ape.cuda(), norm.cuda(), rope.cuda(), EPS)
-        given = Parameters(ratio, ape * float(LOG2_E), norm, rope, EPS)
-        return cls(ratio, kind, kv.cpu(), score.cpu(), given, kv, score, weights)
-
-    @classmethod
-    def of(cls, inputs: LayerInputs, kind: str) -> Table:
-        """Return the main compressor of a layer, whatever its width, as a table."""
-        kv, score, weights = on_device(inputs)
-        part = inputs.main
-        ape = part.ape * float(LOG2_E)
-        given = Parameters(inputs.ratio, ape, part.norm_weight, inputs.rope_table, inputs.norm_eps)
-        return cls(inputs.ratio, kind, part.kv, part.score, given, kv, score, weights)
-
-    @property
-    def layouts(self) -> tuple[str, ...]:
-        """Page layouts of these rows."""
-        dim = self.given.norm_weight.shape[0]
-        return tuple(layout for layout, (head_dim, _) in ROWS.items() if head_dim == dim)
-
-
-@dataclass(frozen=True)
-class Calls:
-    """The launches of a round: plans on the device, and the rows of the table that each takes."""
-
-    plans: tuple[StorePlan, ...]
-    rows: tuple[Tensor, ...]
-    requests: int
-    state: torch.dtype | None
-
-    @classmethod
-    def plan(
-        cls,
-        ratio: int,
-        feed: Feed,
-        order: I64,
-        lengths: tuple[int, ...],
-        pages: PagedRows,
-        state: torch.dtype,
-    ) -> Calls:
-        """Plan every call of a feed.
-
-        Parameters
-        ----------
-        ratio, feed, lengths
-            What arrives.
-        order
-            int64 ``[tokens]``: row of the table that each token takes.
-        pages
-            Page size and page tables; those of every layout are the same.
-        state
-            Dtype of the state, if the feed needs one.
-        """
-        table = page_table(pages)
-        length = np.asarray(lengths)
-        first = np.cumsum(length) - length
-        done, head = np.zeros_like(length), np.zeros_like(length)
-        whole = feed.sizes == (0,)
-        plans: list[StorePlan] = []
-        rows: list[Tensor] = []
-        while (done < length).any():
-            who = np.flatnonzero(done < length)
-            left = length[who] - done[who]
-            size = left if whole else np.minimum(feed.sizes[len(plans) % len(feed.sizes)], left)
-            plan = plan_store(
-                ratio,
-                Chunks(who, done[who], size, head[who]),
-                table,
-                pages.page_size,
-                keep_state=not whole,
-                decode=int(size.max()) == 1,
-            )
-            start = np.repeat(first[who] + done[who] - (np.cumsum(size) - size), size)
-            rows.append(torch.from_numpy(order[start + np.arange(len(start))]).cuda())
-            plans.append(plan.to("cuda"))
-            done[who] += size
-            head[who] = plan.head
-        return cls(tuple(plans), tuple(rows), len(lengths), None if whole else state)
-
-    def run(self, table: Table, expected: PagedRows) -> PagedPool:
-        """Store all tokens on the card, call by call, into a pool of 0xFF."""
-        dim = table.given.norm_weight.shape[0]
-        pages = torch.full(expected.pool.shape, 255, dtype=torch.uint8, device="cuda")
-        pool = PagedPool(expected.layout, pages, expected.page_size)
-        state = None
-        if self.state is not None:
-            state = new_state(self.requests, table.ratio, dim, self.state, "cuda")
-        faults = new_faults("cuda")
-        for plan, rows in zip(self.plans, self.rows, strict=True):
-            kv, score = table.device_kv[rows], table.device_score[rows]
-            store(kv, score, table.weights, plan, pool, state, faults=faults)
-        require_no_store_faults(faults, self.plans[0])
-        return pool
-
-
-def page_table(pages: PagedRows) -> Tensor:
-    """Return the page tables of all requests as one, int32 ``[requests, pages]``."""
-    columns = max(len(own) for own in pages.page_table)
-    table = torch.full((len(pages.page_table), columns), -1, dtype=torch.int32)
-    for row, own in zip(table, pages.page_table, strict=True):
-        row[: len(own)] = own
-    return table
+    kv, score = projections(), projections()
+    host = torch.Generator().manual_seed(seed)
+    ape = torch.randn(ratio, width, generator=host)
+    norm = 1 + 0.3 * torch.randn(dim, generator=host)
+    angle = 3 * torch.randn(ROUND_TOKENS, 32, generator=host)
+    rope = torch.stack((angle.cos(), angle.sin()), dim=-1)
+    weights = StoreWeights.prepare(ratio, ape.cuda(), norm.cuda(), rope.cuda(), EPS)
+    parameters = Parameters(ratio, ape * float(LOG2_E), norm, rope, EPS)
+    return Table(ratio, kind, kv.cpu(), score.cpu(), parameters, kv, score, weights)
 
 
 def compare_round(table: Table, feed: Feed, seed: int) -> Iterator[ByteCount]:
@@ -236,7 +100,7 @@ def compare_round(table: Table, feed: Feed, seed: int) -> Iterator[ByteCount]:
     lengths = tuple(int(n) for n in np.diff(cuts))
     tokens, entries = window_tokens(table.ratio, lengths)
     rows = compute_rows(
-        table.kv, table.score, np.where(tokens < 0, -1, order[tokens]), entries, table.given
+        table.kv, table.score, np.where(tokens < 0, -1, order[tokens]), entries, table.parameters
     )
     # A state keeps what it is given; bf16 inputs fit either dtype, in turn for every feed.
     narrow = table.kv.dtype == torch.bfloat16 and seed // len(feeds(table.ratio)) % 2 == 1
@@ -273,6 +137,72 @@ def write_all(paged: PagedRows, stored: StoredRows) -> None:
         first += count
 
 
+def compare_inputs(inputs: LayerInputs, kind: str) -> Iterator[ByteCount]:
+    """Run the main compressor of a layer on both sides, whatever its width, from the beginning."""
+    kv, score, weights = on_device(inputs)
+    _, pools = emulate(inputs)
+    for layout, expected in pools.items():
+        pool = empty_pool(expected)
+        plan = plan_of(inputs.lengths, inputs.ratio, expected).to("cuda")
+        store(kv, score, weights, plan, pool)
+        rows = sum(expected.entries)
+        yield ByteCount(
+            layout,
+            "fp32" if kv.dtype == torch.float32 else "bf16",
+            kind,
+            sum(inputs.lengths),
+            rows,
+            differing_rows(pool.pages.cpu(), expected),
+            expected.pool.numel(),
+        )
+
+
+def differing_rows(found: Tensor, expected: PagedRows) -> int:
+    """Return the number of rows with a differing byte; all of them if another byte differs."""
+    wrong = found != expected.pool
+    if not wrong.any():
+        return 0
+    head_dim = ROWS[expected.layout][0]
+    size = expected.page_size
+    values = {"index-fp8": 128, "index-bf16": 256, "index-fp4": 64, "main-584": 576}
+    value = values.get(expected.layout, 2 * head_dim)
+    scale = {"index-fp8": 4, "index-fp4": 4, "main-584": 8}.get(expected.layout, 0)
+    split, end = size * value, size * (value + scale)
+    by_row = wrong[:, :split].view(-1, size, value).any(-1)
+    if scale:
+        by_row |= wrong[:, split:end].view(-1, size, scale).any(-1)
+    owned = torch.zeros_like(by_row)
+    for table, count in zip(expected.page_table, expected.entries, strict=True):
+        entry = torch.arange(count)
+        owned[table[entry // size].long(), entry % size] = True
+    if (by_row & ~owned).any() or wrong[:, end:].any():
+        return sum(expected.entries)
+    return int(by_row.sum())
+
+
+def projected(source: str, tokens: int | None = None) -> Iterator[LayerInputs]:
+    """Yield every compressor of an input's layers as the main one of a layer, fp32 then bf16."""
+    inputs = load_inputs(source, tokens=tokens)
+    for layer in inputs.layers:
+        reference = ReferenceLayer(inputs.config, layer, inputs.weights(layer), BF16_CONTRACT)
+        projections = given_layer(inputs, layer, reference).inputs
+        for part in (projections.index, projections.main):
+            if part is None:
+                continue
+            wide = replace(projections, index=None, query=None, main=part)
+            yield wide
+            narrow = replace(part, kv=part.kv.bfloat16(), score=part.score.bfloat16())
+            yield replace(wide, main=narrow)
+
+
+def sweep_inputs() -> Iterator[ByteCount]:
+    """Yield byte comparisons over every input of :data:`SOURCES`, both input dtypes."""
+    for source in SOURCES:
+        for inputs in projected(source):
+            torch.cuda.empty_cache()
+            yield from compare_inputs(inputs, source)
+
+
 def sweep(
     rows: int,
     seconds: float,
@@ -290,7 +220,7 @@ def sweep(
         stop = begin + seconds * (number + 1) / len(tables)
         windows = ROUND_TOKENS // ratio
         rounds = -(-(rows * 4 // ratio) // (windows * len(dtypes) * len(KINDS)))
-        table = Table.draw(ratio, dim, kind, dtype, seed=number)
+        table = draw_table(ratio, dim, kind, dtype, seed=number)
         own = feeds(ratio)
         for turn in range(rounds):
             if turn and time.monotonic() > stop:

@@ -12,11 +12,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from needlepoint.benchmarks.byte_inputs import sweep_inputs
-from needlepoint.benchmarks.byte_sweep import sweep
+from needlepoint.benchmarks.byte_sweep import ByteCount, sweep, sweep_inputs
 from needlepoint.benchmarks.score_engines import find_engines
 from needlepoint.benchmarks.scores import ScoreReport, run_score_bench
-from needlepoint.benchmarks.stored_bytes import ByteCount
 from needlepoint.benchmarks.stores import (
     QUERIES,
     BenchReport,

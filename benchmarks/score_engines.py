@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from needlepoint.benchmarks.score_cases import ScoreCase
 from needlepoint.benchmarks.timing import Call, Side
 from needlepoint.optimized.cuda.scores import KeyPages
 from needlepoint.optimized.engines.sglang import find_sglang, load_sglang
+from needlepoint.verify.workloads.scores import ScoreCase
 
 DEEPGEMM = "deep_gemm"
 _TOPK = "sglang.kernels.ops.attention.dsv4.topk"

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from needlepoint.benchmarks.cases import L2_FACTOR
-from needlepoint.benchmarks.score_cases import ScoreCase, make_case
 from needlepoint.benchmarks.score_engines import ScoreEngines, torch_scores
 from needlepoint.benchmarks.timing import Call, Side, Timing, measure
 from needlepoint.optimized.build.score_variants import MMA, default_unit
@@ -31,6 +30,7 @@ from needlepoint.optimized.cuda.scores import (
 )
 from needlepoint.optimized.cuda.topk import launch_topk
 from needlepoint.optimized.cuda.topk_lists import long_plan, score_topk_lists
+from needlepoint.verify.workloads.scores import ScoreCase, make_case
 
 SCHEMA: Final = "needlepoint.bench-scores/1"
 HEADS = 64

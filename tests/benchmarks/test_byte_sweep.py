@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from needlepoint.benchmarks import byte_sweep
-from needlepoint.benchmarks.stored_bytes import KINDS, ByteCount
+from needlepoint.benchmarks.byte_sweep import ByteCount
+from needlepoint.verify.workloads.projections import KINDS
 
 TABLES = len(byte_sweep.SHAPES) * 2 * len(KINDS)
 
@@ -29,7 +30,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[object, ...]]:
         yield ByteCount("", "", "", 0, 0, 0, 0)
 
     monkeypatch.setattr(byte_sweep, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(byte_sweep, "Table", SimpleNamespace(draw=draw))
+    monkeypatch.setattr(byte_sweep, "draw_table", draw)
     monkeypatch.setattr(byte_sweep, "compare_round", compare)
     return seen
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from needlepoint.benchmarks.score_cases import make_case
 from needlepoint.benchmarks.score_engines import ScoreEngines, find_engines, torch_scores
 from needlepoint.benchmarks.scores import (
     ScoreReport,
@@ -18,6 +17,7 @@ from needlepoint.benchmarks.scores import (
     workloads,
 )
 from needlepoint.benchmarks.timing import Timing
+from needlepoint.verify.workloads.scores import make_case
 
 NONE = ScoreEngines(None, None, ("DeepGEMM: absent",))
 

@@ -7,22 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from needlepoint.benchmarks.byte_inputs import SOURCES, projected
-from needlepoint.benchmarks.byte_sweep import Calls, Feed, window_tokens
+from needlepoint.benchmarks.byte_sweep import SOURCES, ByteCount, differing_rows, projected
 from needlepoint.benchmarks.cases import StoreCase
 from needlepoint.benchmarks.gpu_report import main, markdown, totals, write
-from needlepoint.benchmarks.stored_bytes import (
-    KINDS,
-    ByteCount,
-    differing_rows,
-    draw,
-    emulate,
-    make_inputs,
-)
 from needlepoint.benchmarks.stores import (
     QUERIES,
     BenchReport,
@@ -33,12 +23,11 @@ from needlepoint.benchmarks.stores import (
 )
 from needlepoint.benchmarks.timing import Side, Timing, measure
 from needlepoint.optimized.build.variants import MODULES
-from needlepoint.optimized.emulation.pages import allocate
 from needlepoint.optimized.engines.sglang import load_sglang
-from needlepoint.optimized.serving.plan import StorePlan
 from needlepoint.verify.cli.app import app
 from needlepoint.verify.cli.run import run_app
 from needlepoint.verify.inputs.synthetic import VARIED
+from needlepoint.verify.workloads.projections import KINDS, emulate, make_inputs
 
 FP32 = torch.float32
 
@@ -57,17 +46,6 @@ def test_a_planted_byte_is_one_row_inside_and_every_row_outside(ratio: int, head
         spare = next(page for page in range(found.shape[0]) if page not in owned)
         found[spare, 5] ^= 1
         assert differing_rows(found, expected) == 8
-
-
-def test_kinds_are_what_they_say() -> None:
-    drawn = {kind: draw(kind, (64, 32), torch.Generator().manual_seed(0)) for kind in KINDS}
-
-    assert set(drawn["tied"].flatten().tolist()) <= {-1.0, 0.0, 1.0}
-    assert torch.equal(drawn["integers"], drawn["integers"].round())
-    assert (drawn["sparse"] == 0).all(dim=1).any()
-    assert drawn["tiny"].abs().max() < 1e-4 < 1e3 < drawn["huge"].abs().max()
-    with pytest.raises(ValueError, match="kind 'flat': expected one of"):
-        draw("flat", (1,), torch.Generator())
 
 
 def test_the_floor_counts_each_byte_once() -> None:
@@ -159,35 +137,6 @@ def test_every_compressor_of_an_input_is_compared_with_both_dtypes() -> None:
     assert [given.main.kv.dtype for given in seen] == [FP32, torch.bfloat16] * 3
     assert torch.equal(seen[1].main.kv, seen[0].main.kv.bfloat16())
     assert SOURCES == ("mini", *(f"synthetic:{kind}" for kind in VARIED))
-
-
-def test_a_round_is_planned_call_by_call_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    monkeypatch.setattr(StorePlan, "to", lambda plan, device: plan)
-    lengths = (9, 17)
-    pages = allocate("index-fp8", 64, [2, 4], seed=1)
-    order = np.arange(100, 126)
-    for feed in (Feed("prefill", 2, (0,)), Feed("chunks", 2, (3, 6)), Feed("decode", 2, (1,))):
-        calls = Calls.plan(4, feed, order, lengths, pages, FP32)
-        taken = torch.cat(
-            [rows[: plan.tokens] for plan, rows in zip(calls.plans, calls.rows, strict=True)]
-        )
-        assert sorted(taken.tolist()) == order.tolist()
-        assert sum(len(plan.windows.entry) for plan in calls.plans) == 6
-        assert calls.state is (None if feed.name == "prefill" else FP32)
-        assert {plan.decode for plan in calls.plans} == {feed.name == "decode"}
-
-
-def test_windows_are_made_of_consecutive_tokens() -> None:
-    tokens, entries = window_tokens(4, (9, 4))
-
-    assert entries.tolist() == [0, 1, 0]
-    assert tokens.tolist() == [
-        [-1, -1, -1, -1, 0, 1, 2, 3],
-        [0, 1, 2, 3, 4, 5, 6, 7],
-        [-1, -1, -1, -1, 9, 10, 11, 12],
-    ]
-    assert window_tokens(128, (256,))[0].tolist() == torch.arange(256).view(2, 128).tolist()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

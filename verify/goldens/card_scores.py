@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from needlepoint.benchmarks.score_cases import ScoreCase, make_case
 from needlepoint.optimized.build.compile import sources_sha256
 from needlepoint.optimized.build.score_variants import MMA, SCORE_ROWS, accumulator, default_unit
 from needlepoint.optimized.cuda.runtime import require_cuda
@@ -31,6 +30,7 @@ from needlepoint.optimized.protocol.interface import QueryRows
 from needlepoint.reference.profile import Accumulator
 from needlepoint.verify.base.atomic import write_files
 from needlepoint.verify.numerics.error_model import ACCUMULATORS
+from needlepoint.verify.workloads.scores import ScoreCase, make_case
 
 COUNTS, ENTRIES, HEADS, K = (5, 1, 9), (70, 33, 150), 8, 16
 CONTEXT_LENS = (70, 69, 3, 0, 41, 33, 150, 150, 149, 100, 64, 63, 17, 16, 15)

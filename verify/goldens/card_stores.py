@@ -21,8 +21,6 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from needlepoint.benchmarks.byte_sweep import Calls, Feed, Table
-from needlepoint.benchmarks.stored_bytes import emulate, make_inputs
 from needlepoint.optimized.build.compile import sources_sha256
 from needlepoint.optimized.build.variants import (
     INDEX_ROWS,
@@ -42,6 +40,8 @@ from needlepoint.optimized.protocol.interface import LayerInputs, PagedRows, Que
 from needlepoint.verify.base.atomic import write_files
 from needlepoint.verify.inputs.draw import Draw
 from needlepoint.verify.schema.environment import driver_version
+from needlepoint.verify.workloads.calls import Calls, Feed, Table
+from needlepoint.verify.workloads.projections import emulate, make_inputs
 
 SEED = 20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -10,15 +10,7 @@ import torch
 from support.graphed_decode import padded_plan
 from torch import Tensor
 
-from needlepoint.benchmarks.stored_bytes import (
-    KINDS,
-    compare_bytes,
-    draw,
-    empty_pool,
-    emulate,
-    make_inputs,
-    on_device,
-)
+from needlepoint.benchmarks.byte_sweep import compare_inputs
 from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.cuda.candidates import CudaCandidate, Launches, plan_of
 from needlepoint.optimized.cuda.query import store_queries
@@ -28,6 +20,14 @@ from needlepoint.optimized.emulation.query import store_queries as emulated_quer
 from needlepoint.optimized.emulation.specification import LOG2_E
 from needlepoint.optimized.protocol.interface import LayerInputs, PagedRows, QueryInputs
 from needlepoint.optimized.serving.plan import Chunks, plan_store
+from needlepoint.verify.workloads.projections import (
+    KINDS,
+    draw,
+    empty_pool,
+    emulate,
+    make_inputs,
+    on_device,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +48,8 @@ def lengths_of(ratio: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("ratio", "head_dim"), SHAPES)
 def test_prefill(ratio: int, head_dim: int, dtype: torch.dtype, kind: str) -> None:
-    counts = list(compare_bytes(ratio, head_dim, lengths_of(ratio), dtype, kind, seed=3))
+    inputs = make_inputs(ratio, head_dim, lengths_of(ratio), dtype, kind, seed=3)
+    counts = list(compare_inputs(inputs, kind))
 
     assert [count.differing for count in counts] == [0] * len(counts)
     assert all(count.rows > 0 for count in counts)
@@ -211,7 +212,8 @@ def test_batch_order_strides_and_padding_change_nothing(ratio: int, head_dim: in
 @pytest.mark.parametrize(("ratio", "head_dim"), SHAPES)
 def test_many_requests(ratio: int, head_dim: int) -> None:
     lengths = tuple(1 + (37 * i) % (5 * ratio) for i in range(70 if ratio == 4 else 40))
-    counts = list(compare_bytes(ratio, head_dim, lengths, torch.bfloat16, "normal", seed=17))
+    inputs = make_inputs(ratio, head_dim, lengths, torch.bfloat16, "normal", seed=17)
+    counts = list(compare_inputs(inputs, "normal"))
 
     assert [count.differing for count in counts] == [0] * len(counts)
 

@@ -8,16 +8,10 @@ import torch
 from support.graphed_decode import padded_plan
 
 from needlepoint.benchmarks.byte_sweep import (
-    Table,
     compare_round,
+    draw_table,
     feeds,
-    window_tokens,
     write_all,
-)
-from needlepoint.benchmarks.stored_bytes import (
-    empty_pool,
-    make_inputs,
-    on_device,
 )
 from needlepoint.optimized.cuda.candidates import plan_of
 from needlepoint.optimized.cuda.store import store
@@ -25,6 +19,12 @@ from needlepoint.optimized.emulation.compiled import compute_rows, encode_rows
 from needlepoint.optimized.emulation.pages import allocate, page_rows
 from needlepoint.optimized.protocol.interface import LayerInputs, PagedRows
 from needlepoint.optimized.serving.plan import StorePlan
+from needlepoint.verify.workloads.calls import parameters_of, window_tokens
+from needlepoint.verify.workloads.projections import (
+    empty_pool,
+    make_inputs,
+    on_device,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +41,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 @pytest.mark.parametrize(("ratio", "head_dim"), SHAPES)
 def test_long_calls(ratio: int, head_dim: int, dtype: torch.dtype, kind: str, turn: int) -> None:
     """Enough windows that blocks stay and take several, and ones that begin in a state."""
-    table = Table.draw(ratio, head_dim, kind, dtype, seed=30)
+    table = draw_table(ratio, head_dim, kind, dtype, seed=30)
     counts = list(compare_round(table, feeds(ratio)[turn], seed=31 + turn))
 
     assert [count.differing for count in counts] == [0] * len(counts)
@@ -63,7 +63,7 @@ def test_long_calls_of_requests_of_any_length_padding_and_alignment(head_dim: in
     inputs, paged, plan = long_call(torch.bfloat16, head_dim)
     kv, score, weights = on_device(inputs)
     tokens, entries = window_tokens(4, LONG_CALL)
-    given = Table.of(inputs, "").given
+    given = parameters_of(inputs)
     write_all(
         paged,
         encode_rows(
@@ -91,9 +91,7 @@ def test_more_windows_than_a_block_lists_at_once(dtype: torch.dtype) -> None:
     plan = plan_of(lengths, 128, paged)
     kv, score, weights = on_device(inputs)
     tokens, entries = window_tokens(128, lengths)
-    rows = compute_rows(
-        inputs.main.kv, inputs.main.score, tokens, entries, Table.of(inputs, "").given
-    )
+    rows = compute_rows(inputs.main.kv, inputs.main.score, tokens, entries, parameters_of(inputs))
     write_all(paged, encode_rows(paged.layout, rows))
     pool = empty_pool(paged)
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from needlepoint.benchmarks.score_cases import ScoreCase, make_case
 from needlepoint.optimized.build.score_variants import (
     HELD_HEADS,
     TILES,
@@ -36,6 +35,7 @@ from needlepoint.optimized.cuda.topk import (
     topk_kind,
 )
 from needlepoint.optimized.cuda.topk_lists import long_plan, score_topk_lists
+from needlepoint.verify.workloads.scores import ScoreCase, make_case
 
 COUNTS, ENTRIES = (3, 0, 5), (40, 7, 9)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.benchmarks.score_cases import KINDS, ScoreCase, make_case
 from needlepoint.optimized.build.score_variants import (
     MMA,
     SCORE_ROWS,
@@ -20,6 +19,7 @@ from needlepoint.optimized.cuda.scores import KeyPages, KeyRows, scores
 from needlepoint.reference.profile import Accumulator
 from needlepoint.verify.goldens.card_scores import record, replay
 from needlepoint.verify.numerics.error_model import ACCUMULATORS
+from needlepoint.verify.workloads.scores import KINDS, ScoreCase, make_case
 
 pytestmark = [
     pytest.mark.gpu,

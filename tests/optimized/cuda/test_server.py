@@ -10,7 +10,6 @@ import torch
 from support.graphed_decode import GraphedDecode, require_decode
 from torch import Tensor
 
-from needlepoint.benchmarks.stored_bytes import make_inputs
 from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.optimized.cuda import server as stateful_cuda
 from needlepoint.optimized.cuda.candidates import CudaCandidate, Launches
@@ -36,6 +35,7 @@ from needlepoint.verify.scenario.random import random_scenario
 from needlepoint.verify.scenario.rules import check
 from needlepoint.verify.scenario.trial import try_candidate
 from needlepoint.verify.selftest.faults.scenario import FAULTS
+from needlepoint.verify.workloads.projections import make_inputs
 
 SHAPES = ((4, 128), (4, 512), (128, 512))
 on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.benchmarks.score_cases import make_case
 from needlepoint.optimized.build.score_variants import MMA, SCORE_ROWS, WGMMA, WGMMA_ROWS
 from needlepoint.optimized.cuda.topk import (
     PageTable,
@@ -16,6 +15,7 @@ from needlepoint.optimized.cuda.topk import (
     topk_kind,
 )
 from needlepoint.optimized.cuda.topk_lists import long_plan, score_topk_lists
+from needlepoint.verify.workloads.scores import make_case
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from needlepoint.benchmarks.byte_sweep import window_tokens
-from needlepoint.benchmarks.stored_bytes import KINDS, emulate, make_inputs
 from needlepoint.optimized.build.toolchain import BuildError
 from needlepoint.optimized.emulation import compiled
 from needlepoint.optimized.emulation.compiled import Parameters, compute_rows, encode_rows
 from needlepoint.optimized.emulation.narrow import store_bf16, store_fp4, store_fp8, store_main_fp8
 from needlepoint.optimized.emulation.pages import planes
 from needlepoint.optimized.emulation.specification import LOG2_E
+from needlepoint.verify.workloads.calls import window_tokens
+from needlepoint.verify.workloads.projections import KINDS, emulate, make_inputs
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 

@@ -1,19 +1,13 @@
-"""Cache bytes of the CUDA kernels against the CPU emulation, whole pools at once.
-
-Pools start filled with 0xFF on both sides and are compared to the last byte, so a byte written
-outside the owned rows differs as much as a wrong one inside.
-"""
+"""Random projections of a compressor, and what the emulation stores of them in every layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.cuda.candidates import plan_of
-from needlepoint.optimized.cuda.store import ROWS, PagedPool, store
+from needlepoint.optimized.cuda.store import PagedPool
 from needlepoint.optimized.cuda.weights import StoreWeights
 from needlepoint.optimized.emulation.keyside import KeySide
 from needlepoint.optimized.emulation.narrow import store_bf16, store_main_fp8
@@ -25,31 +19,6 @@ EPS = 1e-6
 KINDS = ("normal", "peaked", "tied", "tiny", "huge", "outliers", "integers", "sparse")
 """Kinds of random projections: the softmax spread, equal scores, both ends of the range, outlier
 channels, exactly summable numbers, and rows that are zero."""
-
-
-@dataclass(frozen=True)
-class ByteCount:
-    """Outcome of one comparison.
-
-    Attributes
-    ----------
-    layout, inputs, kind
-        What was compared.
-    tokens, rows
-        Tokens of the input and rows stored.
-    differing
-        Rows with a differing byte, or every row if a byte outside them differs.
-    compared
-        Bytes compared, the untouched ones included.
-    """
-
-    layout: str
-    inputs: str
-    kind: str
-    tokens: int
-    rows: int
-    differing: int
-    compared: int
 
 
 def draw(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -152,58 +121,3 @@ def empty_pool(expected: PagedRows) -> PagedPool:
     """Return an unwritten pool on the device, of the size of an emulated one."""
     pages = torch.full_like(expected.pool, 255).cuda()
     return PagedPool(expected.layout, pages, expected.page_size)
-
-
-def compare_bytes(
-    ratio: int,
-    head_dim: int,
-    lengths: tuple[int, ...],
-    dtype: torch.dtype,
-    kind: str,
-    seed: int,
-) -> Iterator[ByteCount]:
-    """Draw one workload, run it on both sides and count differing rows for every row format."""
-    yield from compare_inputs(make_inputs(ratio, head_dim, lengths, dtype, kind, seed), kind)
-
-
-def compare_inputs(inputs: LayerInputs, kind: str) -> Iterator[ByteCount]:
-    """Run the main compressor of a layer on both sides, whatever its width, from the beginning."""
-    kv, score, weights = on_device(inputs)
-    _, pools = emulate(inputs)
-    for layout, expected in pools.items():
-        pool = empty_pool(expected)
-        plan = plan_of(inputs.lengths, inputs.ratio, expected).to("cuda")
-        store(kv, score, weights, plan, pool)
-        rows = sum(expected.entries)
-        yield ByteCount(
-            layout,
-            "fp32" if kv.dtype == torch.float32 else "bf16",
-            kind,
-            sum(inputs.lengths),
-            rows,
-            differing_rows(pool.pages.cpu(), expected),
-            expected.pool.numel(),
-        )
-
-
-def differing_rows(found: Tensor, expected: PagedRows) -> int:
-    """Return the number of rows with a differing byte; all of them if another byte differs."""
-    wrong = found != expected.pool
-    if not wrong.any():
-        return 0
-    head_dim = ROWS[expected.layout][0]
-    size = expected.page_size
-    values = {"index-fp8": 128, "index-bf16": 256, "index-fp4": 64, "main-584": 576}
-    value = values.get(expected.layout, 2 * head_dim)
-    scale = {"index-fp8": 4, "index-fp4": 4, "main-584": 8}.get(expected.layout, 0)
-    split, end = size * value, size * (value + scale)
-    by_row = wrong[:, :split].view(-1, size, value).any(-1)
-    if scale:
-        by_row |= wrong[:, split:end].view(-1, size, scale).any(-1)
-    owned = torch.zeros_like(by_row)
-    for table, count in zip(expected.page_table, expected.entries, strict=True):
-        entry = torch.arange(count)
-        owned[table[entry // size].long(), entry % size] = True
-    if (by_row & ~owned).any() or wrong[:, end:].any():
-        return sum(expected.entries)
-    return int(by_row.sum())
