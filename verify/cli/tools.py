@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -117,6 +117,10 @@ def propose(
     emulation: Annotated[
         str | None, typer.Option(metavar="NAME", help="What a recording is compared with.")
     ] = None,
+    cases: Annotated[
+        str | None,
+        typer.Option(metavar="stores|scores", help="Record every kernel of this card over cases."),
+    ] = None,
     root: Root = None,
     debug: Debug = False,
 ) -> int:
@@ -124,7 +128,15 @@ def propose(
     place = goldens.find_root(root)
     chosen = parse_stages(keep)
     stages = None if chosen is None else tuple(sorted(".".join(key) for key in chosen))
-    if source is None:
+    if cases is not None or goldens_recorded.is_drawn(place, name):
+        others = (input, result, generator, emulation, keep)
+        if any(option is not None for option in others):
+            raise ValueError(
+                "--input, --result, --generator, --emulation and --keep are not for kernel cases "
+                f"({name} or --cases); leave them out"
+            )
+        proposal = goldens_recorded.propose_card(place, name, parse_cases(cases), source)
+    elif source is None:
         if result is not None or generator is not None or emulation is not None:
             raise ValueError("--result, --generator and --emulation go with --from DIR; add it")
         choice = None
@@ -165,10 +177,25 @@ def accept(
     return 0
 
 
+def parse_cases(text: str | None) -> goldens.Cases | None:
+    """Return the kernel cases of ``--cases``.
+
+    Raises
+    ------
+    ValueError
+        For any other word.
+    """
+    if text is None or text == "stores" or text == "scores":
+        return text
+    raise ValueError(f"--cases {text!r}: expected {' or '.join(get_args(goldens.Cases))}")
+
+
 def _origin(golden: goldens.Golden) -> str:
     """Return what a fixture comes from, in words."""
     definition = golden.definition
     if definition is None:
         return f"made by {golden.generator}"
+    if isinstance(definition, goldens.CardDefinition):
+        return f"kernel cases {definition.cases} on {golden.device}"
     who = f"{definition.candidate} on {golden.device}" if definition.candidate else "reference"
     return f"{who} over {definition.input}, {sum(definition.requests)} tokens"

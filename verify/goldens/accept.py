@@ -32,7 +32,6 @@ from needlepoint.verify.goldens.manifest import (
     manifest_bytes,
     pin_folder,
     pins_digest,
-    sources_digest,
 )
 from needlepoint.verify.goldens.propose import PROPOSAL_FILE
 from needlepoint.verify.goldens.review import load_side, review, summary
@@ -168,12 +167,7 @@ def _proposal(root: Path, name: str) -> Golden:
     del pins[PROPOSAL_FILE]
     if pins != golden.files:
         raise GoldenError(f"{folder}: was changed after it was proposed; propose again")
-    today = (
-        sources_digest(root, [golden.generator])
-        if golden.kind == "given"
-        else golden_sources(root, golden.kind)
-    )
-    if today != golden.sources_sha256:
+    if golden_sources(root, golden.made_by) != golden.sources_sha256:
         raise GoldenError(f"{folder}: sources changed after it was proposed; propose again")
     return golden
 

@@ -14,18 +14,41 @@ import needlepoint.reference as reference_package
 from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.reference.profile import CONTRACTS
 from needlepoint.verify.base.progress import NoProgress
-from needlepoint.verify.goldens.manifest import Definition, GoldenError, LayerForm, sources_digest
+from needlepoint.verify.goldens.manifest import (
+    Definition,
+    GoldenError,
+    LayerForm,
+    sources_digest,
+)
 from needlepoint.verify.inputs.load import Inputs, load_inputs
 from needlepoint.verify.judge.record import record
 from needlepoint.verify.recording.recording import Recording, open_recording
 
-_INPUT_SOURCES = (
+_INPUTS = (
     "reference/**/*.py",
     "verify/inputs/*.py",
     "verify/judge/record.py",
     "verify/recording/*.py",
 )
-_EMULATION_SOURCES = (*_INPUT_SOURCES, "optimized/emulation/*.py")
+_EMULATION = "optimized/emulation/*.py"
+_DRAWN = (
+    "reference/**/*.py",
+    _EMULATION,
+    "verify/workloads/*.py",
+    "verify/inputs/draw.py",
+)
+_SOURCES: Mapping[str, tuple[str, ...]] = {
+    "reference": _INPUTS,
+    "recorded": (*_INPUTS, _EMULATION),
+    "stores": (*_DRAWN, "optimized/build/variants.py", "verify/goldens/stores.py"),
+    "scores": (
+        *_DRAWN,
+        "optimized/build/score_variants.py",
+        "verify/goldens/scores.py",
+        "verify/numerics/error_model.py",
+    ),
+}
+"""By what a golden is made by; input data is made by a script of its own."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +59,23 @@ class Computed:
     layers: Mapping[str, LayerForm]
 
 
-def golden_sources(root: Path, kind: str) -> str:
-    """Return the digest of every source that a golden of this kind is computed by."""
-    return sources_digest(root, _INPUT_SOURCES if kind == "reference" else _EMULATION_SOURCES)
+def golden_sources(root: Path, made_by: str) -> str:
+    """Return the digest of every source that a golden comes from; see ``Golden.made_by``."""
+    return sources_digest(root, _SOURCES.get(made_by, (made_by,)))
+
+
+def runs_here(root: Path) -> bool:
+    """Return whether the code that runs is the code of this checkout."""
+    running = Path(str(reference_package.__file__)).resolve().parent
+    return running == (root / "reference").resolve()
 
 
 def require_own_sources(root: Path) -> None:
     """Raise ``GoldenError`` unless the code that runs is the code of this checkout."""
-    running = Path(str(reference_package.__file__)).resolve().parent
-    if running != (root / "reference").resolve():
+    if not runs_here(root):
+        running = Path(str(reference_package.__file__)).resolve().parents[1]
         raise GoldenError(
-            f"needlepoint runs from {running.parent}, the fixtures are those of {root}; install "
+            f"needlepoint runs from {running}, the fixtures are those of {root}; install "
             "that checkout (pip install -e) or name the one that runs with --root"
         )
 

@@ -10,7 +10,8 @@ Three kinds
 ``reference``
     What the reference computed from an input. Proposing one runs the reference and nothing else.
 ``recorded``
-    What a candidate left on a card, in a run that was a match. Compared with the emulation alone.
+    What a card gave, compared with the emulation alone: stages that a candidate left in a run that
+    was a match, or every kernel variant over drawn cases.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ PROPOSED: Final = ".proposed"
 MAX_MANIFEST_BYTES: Final = 8 << 20
 
 Kind = Literal["given", "reference", "recorded"]
+Cases = Literal["stores", "scores"]
+"""Every store and query variant byte for byte; index scores and picks of every unit."""
 _NAME = r"^[a-z0-9][a-z0-9-]{0,63}$"
 Name = Annotated[str, Field(pattern=_NAME)]
 Text = Annotated[str, Field(min_length=1, max_length=2000)]
@@ -69,7 +72,7 @@ class FilePin(ManifestPart):
 
 
 class Definition(ManifestPart):
-    """What a reference or recorded golden is computed from, and which stages are kept."""
+    """Which input a golden is computed from or recorded over, and which stages are kept."""
 
     input: str
     requests: tuple[int, ...]
@@ -88,6 +91,12 @@ class Definition(ManifestPart):
     """The only thing that a recorded golden is compared with."""
 
 
+class CardDefinition(ManifestPart):
+    """Which drawn cases the kernels of a card were run on; they follow from the sources."""
+
+    cases: Cases
+
+
 class LayerForm(ManifestPart):
     """How the stored rows and queries of one layer are laid out."""
 
@@ -100,18 +109,27 @@ class Golden(ManifestPart):
 
     kind: Kind
     generator: str
-    """Script that made it, from the root of the checkout, or ``needlepoint record``."""
+    """Script that made it, from the root of the checkout, or the command."""
     sources_sha256: Sha256
     """Of the script, or of the sources that a reference or emulation is computed by."""
     versions: dict[str, str]
     device: str
     """``cpu`` or the card's product name."""
     files: dict[FileName, FilePin]
-    definition: Definition | None = None
+    definition: Definition | CardDefinition | None = None
     layers: dict[str, LayerForm] = Field(default_factory=dict)
     environment: dict[str, JsonValue] | None = None
-    """Of the result that vouched for a recorded golden."""
+    """Of the run on the card."""
     kernel: dict[str, JsonValue] | None = None
+    """What ran there: sources, variant."""
+
+    @property
+    def made_by(self) -> str:
+        """What names its sources: the script of input data, the kernel cases, or the kind."""
+        if self.kind == "given":
+            return self.generator
+        drawn = isinstance(self.definition, CardDefinition)
+        return self.definition.cases if drawn else self.kind
 
 
 class Accepted(ManifestPart):

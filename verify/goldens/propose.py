@@ -25,7 +25,6 @@ from needlepoint.verify.goldens.manifest import (
     load_golden,
     load_manifest,
     pin_folder,
-    sources_digest,
 )
 from needlepoint.verify.goldens.review import load_side, review
 from needlepoint.verify.inputs.load import MINI, SYNTHETIC, load_inputs
@@ -34,6 +33,7 @@ from needlepoint.verify.schema.environment import collect_environment
 from needlepoint.verify.schema.result import Contract
 
 RECORD: Final = "needlepoint record"
+PROPOSE: Final = "needlepoint fixtures propose"
 PROPOSAL_FILE: Final = "proposal.json"
 DEFAULT_KEEP: Final = ("index.stored", "main.stored", "query.query", "query.weights")
 
@@ -52,21 +52,14 @@ class InputChoice:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What was written, and its review.
-
-    Attributes
-    ----------
-    golden
-        What would be pinned.
-    folder
-        Where it stands.
-    review
-        Lines to read before accepting.
-    """
+    """What was written, and its review."""
 
     golden: Golden
+    """What would be pinned."""
     folder: Path
+    """Where it stands."""
     review: tuple[str, ...]
+    """Lines to read before accepting."""
 
 
 def propose_reference(
@@ -93,7 +86,7 @@ def propose_reference(
     """
     require_own_sources(root)
     old = accepted_golden(root, name, "reference")
-    before = None if old is None else old.definition
+    before = old.definition if old is not None and isinstance(old.definition, Definition) else None
     if choice is None and before is None:
         raise GoldenError(
             f"golden {name}: is new; name the input it is computed from, for example --input "
@@ -124,19 +117,19 @@ def propose_given(root: Path, name: str, source: Path, generator: str | None) ->
         )
     if not source.is_dir() or not any(source.glob("*.safetensors")):
         raise GoldenError(f"--from {source}: expected a folder with safetensors files")
-    pins = pin_folder(source)
-    target = _fresh(root, name)
-    for file in pins:
+    names = list(pin_folder(source))
+    target = fresh(root, name)
+    for file in names:
         shutil.copyfile(source / file, target / file)
     golden = Golden(
         kind="given",
         generator=script,
-        sources_sha256=sources_digest(root, [script]),
+        sources_sha256=golden_sources(root, script),
         versions=tool_versions(),
         device="cpu",
-        files=pins,
+        files={},
     )
-    return _finish(root, name, target, golden)
+    return finish(root, name, target, golden)
 
 
 def _definition(choice: InputChoice, stages: tuple[str, ...]) -> Definition:
@@ -184,7 +177,8 @@ def accepted_golden(root: Path, name: str, kind: Kind) -> Golden | None:
         hint = {
             "given": "give --from a folder that its script made",
             "reference": "leave --from and --result away",
-            "recorded": "give --from a recording and --result its result, both made on a card",
+            "recorded": "give --from a recording and --result its result, both made on a card, or "
+            "--cases",
         }[golden.kind]
         raise GoldenError(f"golden {name}: is {golden.kind}, not {kind}; {hint}")
     return load_golden(name, folder).golden
@@ -192,15 +186,14 @@ def accepted_golden(root: Path, name: str, kind: Kind) -> Golden | None:
 
 def write_proposal(root: Path, name: str, golden: Golden, found: Computed) -> Proposal:
     """Write computed tensors as a proposal, pin them and review the change."""
-    target = _fresh(root, name)
+    target = fresh(root, name)
     write_tensors(
         target / TENSORS_FILE, {key: tensor_source(t) for key, t in found.tensors.items()}
     )
-    files = {"files": pin_folder(target), "layers": dict(found.layers)}
-    return _finish(root, name, target, golden.model_copy(update=files))
+    return finish(root, name, target, golden.model_copy(update={"layers": dict(found.layers)}))
 
 
-def _fresh(root: Path, name: str) -> Path:
+def fresh(root: Path, name: str) -> Path:
     """Return an empty folder for a proposal; an earlier one is replaced."""
     target = root / FIXTURES / f"{name}{PROPOSED}"
     shutil.rmtree(target, ignore_errors=True)
@@ -208,8 +201,9 @@ def _fresh(root: Path, name: str) -> Path:
     return target
 
 
-def _finish(root: Path, name: str, target: Path, golden: Golden) -> Proposal:
+def finish(root: Path, name: str, target: Path, golden: Golden) -> Proposal:
     """Write the pins of a proposal beside its files and review it."""
+    golden = golden.model_copy(update={"files": pin_folder(target)})
     (target / PROPOSAL_FILE).write_bytes(
         golden.model_dump_json(by_alias=True, indent=1).encode() + b"\n"
     )

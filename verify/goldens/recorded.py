@@ -1,13 +1,17 @@
-"""Recorded goldens: bytes that a candidate left on a card, vouched for by a result.
+"""Recorded goldens: what a card gave, held to the emulation before it is proposed.
 
-The result must be a match, of the same kernel over the same input, made on a card.
+Stages of a candidate are vouched for by a result: a match, of the same kernel over the same input,
+made on a card. Kernel cases are run on the card by :func:`propose_card` itself.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors.torch import save
+
 from needlepoint.optimized.candidates.catalogue import names
+from needlepoint.verify.goldens.card import CASES, read_card, record_card
 from needlepoint.verify.goldens.compute import (
     compute,
     differing,
@@ -15,12 +19,24 @@ from needlepoint.verify.goldens.compute import (
     keep,
     require_own_sources,
 )
-from needlepoint.verify.goldens.manifest import Definition, Golden, GoldenError
+from needlepoint.verify.goldens.manifest import (
+    FIXTURES,
+    TENSORS_FILE,
+    CardDefinition,
+    Cases,
+    Definition,
+    Golden,
+    GoldenError,
+    load_manifest,
+)
 from needlepoint.verify.goldens.propose import (
     DEFAULT_KEEP,
+    PROPOSE,
     RECORD,
     Proposal,
     accepted_golden,
+    finish,
+    fresh,
     tool_versions,
     write_proposal,
 )
@@ -63,7 +79,7 @@ def propose_recorded(
     old = accepted_golden(root, name, "recorded")
     recording, result = open_recording(source), load_result(result_file)
     before = None if old is None else old.definition
-    kept = stages or (before.keep if before else DEFAULT_KEEP)
+    kept = stages or (before.keep if isinstance(before, Definition) else DEFAULT_KEEP)
     vouching = _vouched(recording, result, result_file, kept)
     definition = _recorded_definition(recording, kept, vouching.name, emulation)
     found = keep(recording, kept)
@@ -86,6 +102,75 @@ def propose_recorded(
         kernel=vouching.kernel.model_dump(mode="json"),
     )
     return write_proposal(root, name, golden, found)
+
+
+def is_drawn(root: Path, name: str) -> bool:
+    """Return whether a fixture is a recording of kernel cases."""
+    golden = load_manifest(root / FIXTURES).goldens.get(name)
+    return golden is not None and isinstance(golden.definition, CardDefinition)
+
+
+def propose_card(root: Path, name: str, cases: Cases | None, source: Path | None) -> Proposal:
+    """Run kernel cases on this machine's card, or read what one recorded, and propose it.
+
+    Parameters
+    ----------
+    root, name
+        Checkout and fixture.
+    cases
+        Which; None for those it has.
+    source
+        Folder with the safetensors file of an earlier recording; None to record now.
+
+    Raises
+    ------
+    ValueError
+        If there is no card and no earlier recording, the fixture is of other cases, or the
+        emulation does not admit what the card gave.
+    """
+    require_own_sources(root)
+    old = accepted_golden(root, name, "recorded")
+    before = None if old is None else old.definition
+    own = before.cases if isinstance(before, CardDefinition) else None
+    if old is not None and (own is None or cases not in (None, own)):
+        raise GoldenError(f"golden {name}: is recorded of {own or 'stages'}, not of {cases}")
+    cases = cases or own
+    if cases is None:
+        raise GoldenError(f"golden {name}: is new; say with --cases what a card is to record")
+    if source is None:
+        recording = record_card(cases)
+        raw = save(dict(recording.tensors), dict(recording.facts))
+    else:
+        file = _only_file(source)
+        recording, raw = read_card(file), file.read_bytes()
+    wrong = CASES[cases].faults(recording.tensors)
+    if wrong:
+        raise GoldenError(
+            f"golden {name}: {recording.card} gave what the emulation does not: {'; '.join(wrong)}"
+        )
+    golden = Golden(
+        kind="recorded",
+        generator=PROPOSE,
+        sources_sha256=golden_sources(root, cases),
+        versions=recording.versions,
+        device=recording.card,
+        files={},
+        definition=CardDefinition(cases=cases),
+        environment=recording.environment,
+        kernel=recording.kernel,
+    )
+    target = fresh(root, name)
+    (target / TENSORS_FILE).write_bytes(raw)
+    return finish(root, name, target, golden)
+
+
+def _only_file(folder: Path) -> Path:
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        raise GoldenError(
+            f"--from {folder}: {len(found)} safetensors files, expected the one of a card"
+        )
+    return found[0]
 
 
 def _vouched(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.emulation.pages import LAYOUTS, planes
 from needlepoint.optimized.protocol.interface import PagedRows
 from needlepoint.reference.formats import unpack_e2m1
 from needlepoint.verify.base.rows import Rows
-from needlepoint.verify.goldens.manifest import Golden, LayerForm
+from needlepoint.verify.goldens.manifest import CardDefinition, Golden, LayerForm
+from needlepoint.verify.goldens.scores import COUNTS
+from needlepoint.verify.goldens.stores import layout_of
 from needlepoint.verify.layout.pages import open_pool
 from needlepoint.verify.recording.file import read_tensor
 
@@ -29,11 +32,13 @@ PICKS_SHOWN = 5
 
 @dataclass(frozen=True)
 class Side:
-    """Tensors of a golden, old or new, how its layers are laid out, and its requests."""
+    """Tensors of a golden, old or new, how its rows are laid out, and its requests."""
 
     tensors: Mapping[str, Tensor]
     layers: Mapping[str, LayerForm]
     requests: tuple[int, ...] = ()
+    rows: Mapping[str, str] = field(default_factory=dict)
+    """Layout of tensors that hold stored rows one after another, values then scales."""
 
 
 def review(old: Side | None, new: Side) -> list[str]:
@@ -69,7 +74,12 @@ def load_side(folder: Path, golden: Golden) -> Side:
         for file, pin in golden.files.items()
         for tensor in pin.tensors or ()
     }
-    return Side(tensors, golden.layers, golden.definition.requests if golden.definition else ())
+    definition = golden.definition
+    if isinstance(definition, CardDefinition):
+        rows = {name: layout_of(name) for name in tensors if definition.cases == "stores"}
+        known = {name: layout for name, layout in rows.items() if layout is not None}
+        return Side(tensors, golden.layers, COUNTS, known)
+    return Side(tensors, golden.layers, definition.requests if definition else ())
 
 
 def summary(lines: list[str]) -> str:
@@ -82,7 +92,7 @@ def _tensor_review(name: str, old: Side, new: Side) -> Iterator[str]:
     if a.dtype != b.dtype or a.shape != b.shape:
         yield f"{name}: {a.dtype} {list(a.shape)} becomes {b.dtype} {list(b.shape)}"
         return
-    if name.endswith(".topk"):
+    if name.endswith((".topk", ".picks")):
         yield from _picks_review(name, a, b, Rows(new.requests))
         return
     if torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
@@ -117,6 +127,8 @@ class _Ordered:
 def _parts(name: str, side: Side) -> dict[str, _Ordered]:
     """Return a tensor as ordered integers, stored pages by codes and scales."""
     tensor = side.tensors[name]
+    if name in side.rows:
+        return _pages(_one_page(side.rows[name], tensor))
     layer, _, rest = name.partition(".")
     path, _, stage = rest.partition(".")
     form = side.layers.get(layer.removeprefix("layer"))
@@ -134,13 +146,30 @@ def _parts(name: str, side: Side) -> dict[str, _Ordered]:
 def _stored(prefix: str, form: LayerForm, path: str, side: Side) -> dict[str, _Ordered]:
     record = form.pools["index" if path == "index" else "main"]
     tables = tuple(side.tensors[f"{prefix}.page_table.{r}"] for r in range(len(record.entries)))
-    paged = PagedRows(
-        record.layout, side.tensors[f"{prefix}.pages"], record.page_size, tables, record.entries
+    return _pages(
+        PagedRows(
+            record.layout, side.tensors[f"{prefix}.pages"], record.page_size, tables, record.entries
+        )
     )
+
+
+def _one_page(layout: str, rows: Tensor) -> PagedRows:
+    """Return rows as the only page of a pool."""
+    size, form = len(rows), LAYOUTS[layout]
+    page = torch.zeros(1, form.page_bytes(size), dtype=torch.uint8)
+    paged = PagedRows(layout, page, size, (torch.zeros(1, dtype=torch.int32),), (size,))
+    for plane, part in zip(
+        planes(paged), (rows[:, : form.value_bytes], rows[:, form.value_bytes :]), strict=True
+    ):
+        plane[0] = part.numpy()
+    return paged
+
+
+def _pages(paged: PagedRows) -> dict[str, _Ordered]:
     pool = open_pool(paged.pool, paged.layout, paged.page_size)
     rows = pool.read_requests(paged.page_table, paged.entries)
     codes = np.concatenate([row.codes for row in rows])
-    sign = _SIGN_BITS.get(record.layout)
+    sign = _SIGN_BITS.get(paged.layout)
     if sign is None:
         return {"values": _Ordered(_bits_order(codes), "ulp")}
     parts = {"codes": _Ordered(_code_order(codes, sign), "codes")}

@@ -17,7 +17,8 @@ from needlepoint.optimized.build.score_variants import (
 )
 from needlepoint.optimized.cuda.scores import KeyPages, KeyRows, scores
 from needlepoint.reference.profile import Accumulator
-from needlepoint.verify.goldens.card_scores import record, replay
+from needlepoint.verify.goldens.card import CASES, record_card
+from needlepoint.verify.goldens.manifest import Cases
 from needlepoint.verify.numerics.error_model import ACCUMULATORS
 from needlepoint.verify.workloads.scores import KINDS, ScoreCase, make_case
 
@@ -213,8 +214,9 @@ def test_memory_is_the_output(row: str, unit: str) -> None:
     assert torch.cuda.max_memory_allocated() - before <= 4096  # empty arguments
 
 
-def test_what_this_card_records_is_admitted() -> None:
-    tensors, provenance = record()
+@pytest.mark.parametrize("cases", CASES)
+def test_what_this_card_records_is_admitted(cases: Cases) -> None:
+    recording = record_card(cases)
 
-    assert replay(tensors) == []
-    assert provenance["card"]
+    assert CASES[cases].faults(recording.tensors) == []
+    assert recording.card

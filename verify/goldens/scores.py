@@ -1,24 +1,13 @@
-"""Small score and pick recordings of a card, with where they come from.
-
-``python -m needlepoint.verify.goldens.card_scores FILE`` writes stored queries and keys, and what
-this card's kernels make of them. :func:`replay` holds a recording against the CPU emulation, on any
-machine.
-"""
+"""Kernel cases ``scores``: scores and picks of every unit, beside the bytes that give them."""
 
 from __future__ import annotations
 
-import datetime
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
-from needlepoint.optimized.build.compile import sources_sha256
 from needlepoint.optimized.build.score_variants import MMA, SCORE_ROWS, accumulator, default_unit
-from needlepoint.optimized.cuda.runtime import require_cuda
 from needlepoint.optimized.cuda.scores import scores
 from needlepoint.optimized.cuda.topk import topk
 from needlepoint.optimized.emulation.narrow import StoredRows
@@ -28,7 +17,6 @@ from needlepoint.optimized.emulation.scoring import fused_scores
 from needlepoint.optimized.emulation.select import select_topk
 from needlepoint.optimized.protocol.interface import QueryRows
 from needlepoint.reference.profile import Accumulator
-from needlepoint.verify.base.atomic import write_files
 from needlepoint.verify.numerics.error_model import ACCUMULATORS
 from needlepoint.verify.workloads.scores import ScoreCase, make_case
 
@@ -41,40 +29,28 @@ def units(row: str, architecture: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((MMA, default_unit(row, architecture))))
 
 
-def record() -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the provenance of a recording of the current card.
-
-    Raises
-    ------
-    ValueError
-        If there is no card.
-    """
-    architecture = require_cuda()
+def run(architecture: str) -> dict[str, Tensor]:
+    """Return what this card scores and picks, beside the bytes that it did so from."""
     tensors: dict[str, Tensor] = {}
-    sources: list[str] = []
     for row in SCORE_ROWS:
-        case = golden_case(row, "cuda")
-        tensors |= given(case)
+        case = score_case(row, "cuda")
+        tensors |= kept_inputs(case)
         for unit in units(row, architecture):
             found = scores(
                 case.query, case.context_lens, case.paged(64), case.plan(unit), case.columns
             )
             padded = torch.nn.functional.pad(found, (0, -found.shape[1] % 4)).contiguous()
-            picks = topk(padded, case.context_lens, K)
-            tensors[f"{row}.{unit}.scores"] = found.cpu().contiguous()
-            tensors[f"{row}.{unit}.picks"] = picks.cpu()
-            sources.append(f"scores_{unit}_{row} {sources_sha256(f'scores_{unit}_{row}')}")
-    provenance = {
-        "card": torch.cuda.get_device_name(),
-        "architecture": f"sm_{architecture}",
-        "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "sources": "; ".join(sources),
-    }
-    return tensors, provenance
+            tensors[f"{row}.{unit}.scores"] = found
+            tensors[f"{row}.{unit}.picks"] = topk(padded, case.context_lens, K)
+    return tensors
 
 
-def golden_case(row: str, device: str) -> ScoreCase:
+def modules(architecture: str) -> list[str]:
+    """Return the kernel modules that :func:`run` runs."""
+    return [f"scores_{unit}_{row}" for row in SCORE_ROWS for unit in units(row, architecture)]
+
+
+def score_case(row: str, device: str) -> ScoreCase:
     """Return the batch that is recorded of a row format."""
     seed = 20 + SCORE_ROWS.index(row)
     return make_case(
@@ -82,7 +58,7 @@ def golden_case(row: str, device: str) -> ScoreCase:
     )
 
 
-def given(case: ScoreCase) -> dict[str, Tensor]:
+def kept_inputs(case: ScoreCase) -> dict[str, Tensor]:
     """Return what a recording keeps of a batch, on the CPU."""
     out = {
         "codes": case.query.codes,
@@ -97,20 +73,15 @@ def given(case: ScoreCase) -> dict[str, Tensor]:
     return {f"{case.row}.{name}": tensor.cpu() for name, tensor in out.items()}
 
 
-def replay(tensors: Mapping[str, Tensor]) -> list[str]:
+def faults(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return what a recording has that the emulation does not admit; empty if all is well.
 
     Scores may differ by the bounds of both sides, picks must be those of the recorded scores.
-
-    Raises
-    ------
-    ValueError
-        If the recording holds no scores.
     """
     names = [name for name in tensors if name.endswith(".scores")]
     if not names:
-        raise ValueError("no scores in the recording: expected entries FORMAT.UNIT.scores")
-    faults = []
+        return ["no scores in the recording: expected entries FORMAT.UNIT.scores"]
+    wrong = []
     for name in names:
         row, unit, _ = name.split(".")
         found, context_lens = tensors[name], tensors[f"{row}.limits"].long()
@@ -119,12 +90,12 @@ def replay(tensors: Mapping[str, Tensor]) -> list[str]:
         constants = [ACCUMULATORS[a].value for a in (_accumulator(unit, row), Accumulator.FP32)]
         error = (found.double() - own).abs()
         if not torch.equal(found == -torch.inf, ~seen):
-            faults.append(f"{row}.{unit}: another set of columns is -inf")
+            wrong.append(f"{row}.{unit}: another set of columns is -inf")
         elif not bool((error[seen] <= sum(constants) * size[seen]).all()):
-            faults.append(f"{row}.{unit}: scores outside the bound")
+            wrong.append(f"{row}.{unit}: scores outside the bound")
         if not torch.equal(tensors[f"{row}.{unit}.picks"], select_topk(found, context_lens, K)):
-            faults.append(f"{row}.{unit}: other picks than those of its own scores")
-    return faults
+            wrong.append(f"{row}.{unit}: other picks than those of its own scores")
+    return wrong
 
 
 def _accumulator(unit: str, row: str) -> Accumulator:
@@ -157,21 +128,3 @@ def _emulated(row: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         found[part, :entries] = (out * scale).double()
         size[part, :entries] = ((magnitude @ read.values.abs().T) * scale).double()
     return found, size
-
-
-def main(arguments: list[str]) -> int:
-    """Write a recording; return 2 without a card or a file name."""
-    if len(arguments) != 1:
-        sys.stderr.write("score_goldens: expected one argument, the file to write\n")
-        return 2
-    try:
-        tensors, provenance = record()
-        write_files({Path(arguments[0]): save(tensors, provenance)}, force=False)
-    except ValueError as error:
-        sys.stderr.write(f"score_goldens: {error}\n")
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
