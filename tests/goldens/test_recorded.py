@@ -19,7 +19,7 @@ from needlepoint.verify.cli.app import app
 from needlepoint.verify.cli.run import run_app
 from needlepoint.verify.goldens.accept import accept
 from needlepoint.verify.goldens.check import check
-from needlepoint.verify.goldens.manifest import GoldenError, load_golden, load_manifest
+from needlepoint.verify.goldens.manifest import Definition, GoldenError, load_golden, load_manifest
 from needlepoint.verify.goldens.recorded import propose_recorded
 from needlepoint.verify.inputs.load import load_inputs
 from needlepoint.verify.judge.record import record
@@ -86,7 +86,7 @@ def test_a_match_from_a_card_is_kept_with_its_environment(
     accept(checkout, ["card"], "stores of the first card that ran")
     golden = load_golden("card", checkout / "fixtures").golden
     assert (golden.kind, golden.device) == ("recorded", "NVIDIA H200")
-    assert golden.definition is not None
+    assert isinstance(golden.definition, Definition)
     assert (golden.definition.candidate, golden.definition.emulation) == (CARD, EMULATED)
     assert golden.environment is not None
     assert golden.kernel == card.result.candidates[0].kernel.model_dump(mode="json")

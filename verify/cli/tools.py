@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from needlepoint.verify.cli.doctor_report import print_diagnosis
 from needlepoint.verify.cli.options import parse_contract, parse_layers, parse_number, parse_stages
 from needlepoint.verify.cli.run import plain_console, reader_may_leave
 from needlepoint.verify.goldens import accept as goldens_accept
+from needlepoint.verify.goldens import card as goldens_card
 from needlepoint.verify.goldens import check as goldens_check
 from needlepoint.verify.goldens import manifest as goldens
 from needlepoint.verify.goldens import propose as goldens_propose
@@ -185,9 +186,12 @@ def parse_cases(text: str | None) -> goldens.Cases | None:
     ValueError
         For any other word.
     """
-    if text is None or text == "stores" or text == "scores":
-        return text
-    raise ValueError(f"--cases {text!r}: expected {' or '.join(get_args(goldens.Cases))}")
+    for cases in goldens_card.CASES:
+        if text == cases:
+            return cases
+    if text is None:
+        return None
+    raise ValueError(f"--cases {text!r}: expected {' or '.join(goldens_card.CASES)}")
 
 
 def _origin(golden: goldens.Golden) -> str:

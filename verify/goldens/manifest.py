@@ -128,8 +128,9 @@ class Golden(ManifestPart):
         """What names its sources: the script of input data, the kernel cases, or the kind."""
         if self.kind == "given":
             return self.generator
-        drawn = isinstance(self.definition, CardDefinition)
-        return self.definition.cases if drawn else self.kind
+        if isinstance(self.definition, CardDefinition):
+            return self.definition.cases
+        return self.kind
 
 
 class Accepted(ManifestPart):
