@@ -7,10 +7,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from needlepoint.benchmarks.score_cases import make_case
 from needlepoint.optimized.build.arguments import ScoreArguments, StepArguments, cpp_fields
 from needlepoint.optimized.cuda import runtime
 from needlepoint.optimized.cuda.scores import launch_scores, require_scores
+from needlepoint.verify.workloads.scores import make_case
 
 CPU = torch.device("cpu")
 
