@@ -112,7 +112,7 @@ class TopkArguments(NamedTuple):
     list: Tensor  # int32 as scores, the columns that they are of; empty: their own places
     requests: Tensor  # int32 [rows], rows of the table; empty: the row itself
     table: Tensor  # int32 [requests, pages] to translate picks with; empty: none
-    picks: Tensor  # int32 [rows, k], written
+    topk_indices: Tensor  # int32 [rows, k], written
     columns: int
     page_shift: int
     span: int  # columns that a list's slots are of; 0: no list

@@ -129,18 +129,7 @@ def keys_of_a_block(
 ) -> int:
     """Return how many keys one block scores: whole stages, enough blocks to fill the card.
 
-    Parameters
-    ----------
-    columns
-        Keys of the widest request.
-    groups
-        Groups of the launch.
-    tile
-        Tile of the kernel.
-    multiprocessors
-        Of the card.
-    most
-        Upper limit.
+    ``columns`` are the keys of the widest request, ``groups`` those of the launch.
     """
     waves, resident, stage, least = _SPANS[tile]
     wanted = -(-columns * groups // (waves * resident * multiprocessors))

@@ -29,7 +29,7 @@ class CudaScorer:
         Stored queries and weights on the device, ``[tokens, ..]``.
     keys
         Index keys on the device.
-    lengths
+    seq_lens
         Tokens of each request; its query rows are all of them.
     ratio
         Tokens an entry.
@@ -37,7 +37,7 @@ class CudaScorer:
 
     query: QueryRows
     keys: KeyPages
-    lengths: tuple[int, ...]
+    seq_lens: tuple[int, ...]
     ratio: int
 
     def read(self, request: int, start: int, stop: int) -> Tensor:
@@ -48,15 +48,18 @@ class CudaScorer:
         ValueError
             If the request or the rows do not exist.
         """
-        if not 0 <= request < len(self.lengths) or not 0 <= start <= stop <= self.lengths[request]:
+        if (
+            not 0 <= request < len(self.seq_lens)
+            or not 0 <= start <= stop <= self.seq_lens[request]
+        ):
             raise ValueError(
                 f"scores of request {request}, rows {start} .. {stop}: expected one of "
-                f"{len(self.lengths)} requests and rows within its length"
+                f"{len(self.seq_lens)} requests and rows within its length"
             )
-        counts = [0] * len(self.lengths)
+        counts = [0] * len(self.seq_lens)
         counts[request] = stop - start
-        offset = sum(self.lengths[:request])
-        entries = self.lengths[request] // self.ratio
+        offset = sum(self.seq_lens[:request])
+        entries = self.seq_lens[request] // self.ratio
         out = scores(
             query_slice(self.query, slice(offset + start, offset + stop)),
             self._context_lens(start, stop),
@@ -68,17 +71,17 @@ class CudaScorer:
 
     def select(self, k: int) -> Tensor:
         """Return the picks int32 ``[tokens, k]`` on the CPU."""
-        context_lens = [self._context_lens(0, length) for length in self.lengths]
-        plan = self._plan(list(self.lengths))
-        columns = max((length // self.ratio for length in self.lengths), default=0)
+        context_lens = [self._context_lens(0, length) for length in self.seq_lens]
+        plan = self._plan(list(self.seq_lens))
+        columns = max((length // self.ratio for length in self.seq_lens), default=0)
         seen = torch.cat([torch.empty(0, dtype=torch.int32), *context_lens])
         return score_topk(self.query, seen, self.keys, plan, columns, k).cpu()
 
     def path_taken(self, k: int) -> str:
         """Name the kernels and the unit that they multiply with."""
         row, architecture = self.keys.row, require_cuda()
-        columns = max(self.lengths, default=0) // self.ratio
-        kind = topk_kind(sum(self.lengths), columns, k)
+        columns = max(self.seq_lens, default=0) // self.ratio
+        kind = topk_kind(sum(self.seq_lens), columns, k)
         unit = default_unit(row, architecture)
         heads = held_heads(self.query.weights.shape[1])
         described = described_unit(unit, row, architecture)

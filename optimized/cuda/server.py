@@ -197,29 +197,10 @@ def plan_feeds(
     slots: int,
     keep: bool,
 ) -> StorePlan:
-    """Plan the store of a path over tokens of several requests.
+    """Plan the store of a path over tokens of several requests, on the CPU.
 
-    Parameters
-    ----------
-    ratio
-        4 or 128.
-    feeds
-        The tokens, one request each.
-    path
-        ``index`` or ``main``.
-    page_size
-        Rows a page.
-    head
-        End of the queue of each slot.
-    slots
-        Slots of the state.
-    keep
-        Whether the tokens enter the queue.
-
-    Returns
-    -------
-    StorePlan
-        On the CPU; a decode plan where no request has more than one token.
+    ``head`` is the end of the queue of each of ``slots``; ``keep``: the tokens enter it. It is a
+    decode plan where no request has more than one token.
     """
     columns = max((len(feed.place.pages[path]) for feed in feeds), default=0)
     table = torch.full((slots, max(columns, 1)), -1, dtype=torch.int32)

@@ -91,9 +91,9 @@ def topk(
         Before any launch, if an argument does not fit; the message names it.
     """
     require_topk(values, context_lens, k, pages)
-    picks = torch.empty((values.shape[0], k), dtype=torch.int32, device=values.device)
-    launch_topk(values, context_lens, picks, pages, overlap=overlap)
-    return picks
+    topk_indices = torch.empty((values.shape[0], k), dtype=torch.int32, device=values.device)
+    launch_topk(values, context_lens, topk_indices, pages, overlap=overlap)
+    return topk_indices
 
 
 def require_topk(
@@ -151,7 +151,7 @@ class Lists:
 def launch_topk(
     values: Tensor,
     context_lens: Tensor,
-    picks: Tensor,
+    topk_indices: Tensor,
     pages: PageTable | None = None,
     lists: Lists | None = None,
     *,
@@ -166,14 +166,14 @@ def launch_topk(
         list=none if lists is None else lists.columns,
         requests=none if pages is None else pages.row_requests,
         table=none if pages is None else pages.table,
-        picks=picks,
+        topk_indices=topk_indices,
         columns=columns,
         page_shift=0 if pages is None else pages.page_size.bit_length() - 1,
         span=0 if lists is None else lists.span,
         slots=0 if lists is None else lists.slots,
         overlap=overlap,
     )
-    name = topk_name(topk_kind(picks.shape[0], columns, picks.shape[1]))
+    name = topk_name(topk_kind(topk_indices.shape[0], columns, topk_indices.shape[1]))
     launch(name, arguments, values.device)
 
 
@@ -208,7 +208,7 @@ def score_topk(
     translation = require_picks(k, pages, plan.rows, columns)
     if translation:
         require_same_device(weights=query.weights, **translation)
-    picks = torch.empty((plan.rows, k), dtype=torch.int32, device=device)
+    topk_indices = torch.empty((plan.rows, k), dtype=torch.int32, device=device)
     buffer: Tensor | None = None
     for first, stop, part in _chunks(plan, columns, budget_bytes):
         rows = slice(first, stop)
@@ -221,8 +221,8 @@ def score_topk(
         if pages is not None:
             translate = PageTable(pages.table, pages.page_size, pages.row_requests[rows])
         require_topk(values, on_device, k, translate)
-        launch_topk(values, on_device, picks[rows], translate)
-    return picks
+        launch_topk(values, on_device, topk_indices[rows], translate)
+    return topk_indices
 
 
 def query_slice(query: QueryRows, rows: slice) -> QueryRows:

@@ -78,9 +78,10 @@ def score_topk_lists(
         overlap=overlap,
     )
     launch(score_topk_name(plan.heads, checked.row, plan.unit), arguments, device)
-    picks = torch.empty((plan.rows, k), dtype=torch.int32, device=device)
-    launch_topk(values, seen, picks, pages, Lists(found, span, slots, columns), overlap=overlap)
-    return picks
+    topk_indices = torch.empty((plan.rows, k), dtype=torch.int32, device=device)
+    lists = Lists(found, span, slots, columns)
+    launch_topk(values, seen, topk_indices, pages, lists, overlap=overlap)
+    return topk_indices
 
 
 def _list_groups(plan: ScorePlan) -> Tensor:

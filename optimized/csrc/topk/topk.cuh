@@ -18,7 +18,7 @@ struct TopkParams {
   const int32_t* list;          // [rows, ..]: the column that each score is of; null: its own place
   const int32_t* requests;      // [rows], row of the page table; null: the row itself
   const int32_t* table;         // page table to translate picks with; null: none
-  int32_t* picks;               // [rows, k]
+  int32_t* topk_indices;        // [rows, k]
   int64_t stride;               // elements between rows of scores and of the list
   int64_t table_stride;
   int32_t rows;
@@ -61,7 +61,7 @@ struct TopkRow {
   __device__ __forceinline__ PickWriter writer() const {
     const int64_t owner = p.requests == nullptr ? index : p.requests[index];
     return PickWriter{
-        p.picks + index * p.k, p.list == nullptr ? nullptr : p.list + index * p.stride,
+        p.topk_indices + index * p.k, p.list == nullptr ? nullptr : p.list + index * p.stride,
         p.table == nullptr ? nullptr : p.table + owner * p.table_stride, p.page_shift};
   }
 
@@ -162,12 +162,12 @@ TopkParams topk_params(const Arguments& a) {
   p.list = address<const int32_t>(a.list);
   p.requests = address<const int32_t>(a.requests);
   p.table = address<const int32_t>(a.table);
-  p.picks = address<int32_t>(a.picks);
+  p.topk_indices = address<int32_t>(a.topk_indices);
   p.stride = a.scores.stride(0);
   p.table_stride = a.table.stride(0);
-  p.rows = static_cast<int32_t>(a.picks.size(0));
+  p.rows = static_cast<int32_t>(a.topk_indices.size(0));
   p.columns = static_cast<int32_t>(a.columns);
-  p.k = static_cast<int32_t>(a.picks.size(1));
+  p.k = static_cast<int32_t>(a.topk_indices.size(1));
   p.page_shift = static_cast<int32_t>(a.page_shift);
   p.span = static_cast<int32_t>(a.span);
   p.slots = static_cast<int32_t>(a.slots);
