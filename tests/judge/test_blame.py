@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
+from support.wrapped import WrappedCandidate, keep
 from torch import Tensor
 
 from needlepoint.optimized.candidates.catalogue import create
@@ -13,8 +14,6 @@ from needlepoint.optimized.protocol.interface import (
     INDEX,
     MAIN,
     QUERY,
-    Candidate,
-    CandidateInfo,
     LayerInputs,
     Observed,
     StageKey,
@@ -27,24 +26,6 @@ from needlepoint.verify.schema.result import Result, StageResult
 
 Judge = Callable[..., PipelineOutput]
 Load = Callable[..., Inputs]
-
-
-@dataclass(frozen=True)
-class Changed:
-    """A candidate whose results are changed."""
-
-    inner: Candidate
-    change: Callable[[LayerInputs, Observed], Observed]
-
-    @property
-    def info(self) -> CandidateInfo:
-        return self.inner.info
-
-    def stages(self, ratio: int) -> frozenset[StageKey]:
-        return self.inner.stages(ratio)
-
-    def run(self, inputs: LayerInputs) -> Observed:
-        return self.change(inputs, self.inner.run(inputs))
 
 
 def stages(result: Result) -> dict[StageKey, StageResult]:
@@ -66,7 +47,7 @@ def of_scores(by: Callable[[Tensor], Tensor]) -> Callable[[LayerInputs, Observed
 def test_a_gain_of_the_scores_hides_from_their_limit_and_has_a_direction(
     gain: float, judge: Judge, small_inputs: Load
 ) -> None:
-    candidate = Changed(create("emulated:fused-fp8"), of_scores(lambda s: s * (1 + gain)))
+    candidate = WrappedCandidate(of_scores(lambda s: s * (1 + gain)))
 
     result = judge(small_inputs(tokens=200, layers=(0,)), candidate).result
 
@@ -101,7 +82,7 @@ def test_blame_parts_format_arithmetic_and_fault(judge: Judge, small_inputs: Loa
 
     inputs = small_inputs(tokens=200, layers=(0,))
     sound = stages(judge(inputs, create("emulated:fused-fp8")).result)
-    found = stages(judge(inputs, Changed(create("emulated:fused-fp8"), one_row)).result)
+    found = stages(judge(inputs, WrappedCandidate(one_row)).result)
 
     for stage in sound.values():
         assert (stage.blame is None) == (stage.kind != "compared" or stage.stage == "topk")
@@ -137,16 +118,8 @@ def test_the_input_of_a_stage_is_that_of_the_last_stage_that_was_shown(
 ) -> None:
     shown = frozenset({(INDEX, "pooled"), (INDEX, "stored"), (MAIN, "stored"), (QUERY, "query")})
 
-    @dataclass(frozen=True)
-    class Part(Changed):
-        def stages(self, ratio: int) -> frozenset[StageKey]:
-            return shown | {(QUERY, "weights")}
-
-    def part(_: LayerInputs, observed: Observed) -> Observed:
-        dense = {key: rows for key, rows in observed.dense.items() if key in shown}
-        return replace(observed, dense=dense, scores=None, topk=None)
-
-    candidate = Part(create("emulated:fused-fp8"), part)
+    shown |= {(QUERY, "weights")}
+    candidate = WrappedCandidate(keep(*shown), shown=shown)
     found = stages(judge(small_inputs(tokens=136, layers=(0,)), candidate).result)
 
     stored, pooled = found[INDEX, "stored"].blame, found[INDEX, "pooled"].blame

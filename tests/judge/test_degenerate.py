@@ -10,6 +10,7 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
+from support.wrapped import WrappedCandidate, keep, planted, then
 from torch import Tensor
 
 from needlepoint.optimized.candidates.catalogue import create
@@ -128,32 +129,6 @@ def test_one_window_that_differs_is_no_constant(judge: Judge, small_inputs: Load
     assert judge(inputs, create(FP8)).result.verdict == "match"
 
 
-@dataclass(frozen=True)
-class Part:
-    """The sound candidate, of which some stages are shown alone."""
-
-    shown: frozenset[StageKey]
-
-    @property
-    def info(self) -> CandidateInfo:
-        return create(FP8).info
-
-    def stages(self, ratio: int) -> frozenset[StageKey]:
-        return self.shown
-
-    def run(self, inputs: LayerInputs) -> Observed:
-        observed = create(FP8).run(inputs)
-        queries = (QUERY, "query") in self.shown
-        return replace(
-            observed,
-            dense={},
-            stored={},
-            query=observed.query if queries else None,
-            scores=None if queries else observed.scores,
-            topk=None,
-        )
-
-
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_short_prompts_that_are_all_the_same_are_judged_by_their_windows(
     ratio: int, judge: Judge, small_inputs: Load
@@ -184,33 +159,6 @@ def test_only_stages_that_are_asked_for_are_refused(judge: Judge, small_inputs: 
     assert stored.verdict == "match"
 
 
-@dataclass(frozen=True)
-class LastEntries:
-    """Picks the last entries that a query sees, whatever they score."""
-
-    shown: frozenset[StageKey]
-
-    @property
-    def info(self) -> CandidateInfo:
-        return create(FP8).info
-
-    def stages(self, ratio: int) -> frozenset[StageKey]:
-        return self.shown
-
-    def run(self, inputs: LayerInputs) -> Observed:
-        observed = create(FP8).run(inputs)
-        positions = torch.cat([torch.arange(length) for length in inputs.lengths])
-        seen = ((positions + 1) // inputs.ratio).unsqueeze(1)
-        first = (seen - inputs.topk).clamp(min=0)
-        picks = first + torch.arange(inputs.topk)
-        return Observed(
-            stored={} if (INDEX, "scores") in self.shown else {INDEX: observed.stored[INDEX]},
-            query=None if (INDEX, "scores") in self.shown else observed.query,
-            scores=observed.scores if (INDEX, "scores") in self.shown else None,
-            topk=torch.where(picks < seen, picks, -1).to(torch.int32),
-        )
-
-
 @pytest.mark.parametrize("scored", [True, False])
 @pytest.mark.parametrize("small", [True, False])
 def test_picks_are_refused_where_every_choice_is_a_tie(
@@ -221,7 +169,9 @@ def test_picks_are_refused_where_every_choice_is_a_tie(
     shown |= (
         {(INDEX, "scores")} if scored else {(INDEX, "stored"), (QUERY, "query"), (QUERY, "weights")}
     )
-    candidate, asked = LastEntries(frozenset(shown)), frozenset({(INDEX, "topk")})
+    change = then(planted("newest-entries-picked"), keep(*shown))
+    candidate = WrappedCandidate(change, shown=frozenset(shown))
+    asked = frozenset({(INDEX, "topk")})
     sound = small_inputs(tokens=136, layers=(0,))
     tied = replace(sound, states={0: sound.hidden(0) * 2.0**-100})
     tied = tied if small else repeated(sound, 1)
@@ -257,7 +207,7 @@ def test_a_constant_is_refused_where_it_is_all_that_is_shown(
     keys: list[StageKey], why: str, judge: Judge, small_inputs: Load
 ) -> None:
     inputs = equal_keys(small_inputs(tokens=136, layers=(0,)))
-    candidate = Part(frozenset(keys))
+    candidate = WrappedCandidate(keep(*keys), shown=frozenset(keys))
 
     with pytest.raises(ValueError, match=why):
         judge(inputs, candidate)

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from support.wrapped import WrappedCandidate, planted
 
 from needlepoint.benchmarks.random_cases import (
     CANDIDATES,
@@ -97,31 +96,11 @@ def test_tight_limits_raise_an_alarm_that_names_the_token(tmp_path: Path) -> Non
 
 
 def test_a_fault_raises_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Faulty:
-        """A sound candidate whose last query drops its best pick for an entry it did not pick."""
+    def faulty(name: str) -> WrappedCandidate:
+        claims = {"name": create(name).info.name}
+        return WrappedCandidate(planted("needle-of-one-query-lost"), inner=name, claims=claims)
 
-        def __init__(self, name: str) -> None:
-            self.sound = create(name)
-            self.info = self.sound.info
-            self.stages = self.sound.stages
-
-        def run(self, inputs: LayerInputs) -> Observed:
-            observed = self.sound.run(inputs)
-            if observed.topk is None or observed.scores is None:
-                return observed
-            request = max(range(len(inputs.lengths)), key=inputs.lengths.__getitem__)
-            row = sum(inputs.lengths[: request + 1]) - 1
-            last = inputs.lengths[request]
-            scores = observed.scores(request, last - 1, last)[0]
-            picks = observed.topk.clone()
-            chosen = set(picks[row].tolist())
-            best = int(scores.argmax())
-            other = next(e for e in range(last // 4) if e not in chosen)
-            kept = sorted({*chosen - {best}, other})
-            picks[row, : len(kept)] = torch.tensor(kept, dtype=picks.dtype)
-            return replace(observed, topk=picks)
-
-    monkeypatch.setattr("needlepoint.benchmarks.random_cases_judge.create", Faulty)
+    monkeypatch.setattr("needlepoint.benchmarks.random_cases_judge.create", faulty)
 
     outcome = judge_case(random_case(SEED, 1, LONGEST))
 

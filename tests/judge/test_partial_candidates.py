@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import pytest
 import torch
+from support.wrapped import Change, keep, planted, sound, then
 
 from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
@@ -31,7 +32,6 @@ from needlepoint.verify.recording.results import load_result
 from needlepoint.verify.schema.result import Result, StageResult
 
 Cli = Callable[..., CompletedProcess[str]]
-Change = Callable[[LayerInputs, Observed], Any]
 Judge = Callable[..., PipelineOutput]
 Load = Callable[..., Inputs]
 Named = Callable[[str, Candidate], str]
@@ -41,34 +41,15 @@ Only = Callable[..., Candidate]
 Options = tuple[object, ...]
 
 
-def keep(*kept: StageKey) -> Change:
-    """Return only some stages."""
-
-    def change(inputs: LayerInputs, observed: Observed) -> Observed:
-        return replace(
-            observed,
-            dense={key: rows for key, rows in observed.dense.items() if key in kept},
-            stored={
-                path: rows for path, rows in observed.stored.items() if (path, "stored") in kept
-            },
-            query=observed.query if (QUERY, "query") in kept else None,
-            scores=observed.scores if (INDEX, "scores") in kept else None,
-            topk=observed.topk if (INDEX, "topk") in kept else None,
-        )
-
-    return change
-
-
 @pytest.fixture
 def only(wrapped: Wrapped) -> Only:
     """Return a function that makes a candidate which declares and returns only some stages."""
 
-    def make(*kept: StageKey, then: Change | None = None) -> Candidate:
-        def change(inputs: LayerInputs, observed: Observed) -> Observed:
-            part = cast(Observed, keep(*kept)(inputs, observed))
-            return part if then is None else cast(Observed, then(inputs, part))
-
-        return wrapped(change, create("emulated:fused-fp8").stages(4) - set(kept))
+    def make(*kept: StageKey, first: Change = sound) -> Candidate:
+        return wrapped(
+            then(first, keep(*kept)),
+            create("emulated:fused-fp8").stages(4) - set(kept),
+        )
 
     return make
 
@@ -137,14 +118,6 @@ def test_results_of_parameters_are_judged(
     assert cli("record", *options, "--out", "out", "--quiet").returncode == 0
 
 
-def louder(inputs: LayerInputs, observed: Observed) -> Observed:
-    """Score 0.4 % too high."""
-    reader = observed.scores
-    if reader is None:
-        return observed
-    return replace(observed, scores=lambda r, a, b: reader(r, a, b) * 1.004)
-
-
 def layer_stage(result: Result, path: str, stage: str) -> StageResult:
     (found,) = [
         s for s in result.candidates[0].layers[0].stages if (s.path, s.stage) == (path, stage)
@@ -189,14 +162,6 @@ def test_any_subset_of_stages_is_judged(
     }
 
 
-def trade_last(inputs: LayerInputs, observed: Observed) -> Observed:
-    """Trade a pick of the last query for an entry that it does not pick."""
-    assert observed.topk is not None
-    picks = observed.topk.clone()
-    picks[-1, 0] = next(entry for entry in range(50) if entry not in picks[-1])
-    return replace(observed, topk=picks)
-
-
 TRADED: dict[str, tuple[tuple[StageKey, ...], str]] = {
     "nothing to justify it": (((INDEX, "topk"),), "unknown"),
     "keys without queries": (((INDEX, "stored"), (INDEX, "topk")), "unknown"),
@@ -215,7 +180,9 @@ def test_a_wrong_pick_is_classed_by_what_could_justify_it(
 ) -> None:
     kept, kind = TRADED[case]
 
-    result = judge(small_inputs(layers=(0,)), only(*kept, then=trade_last)).result
+    result = judge(
+        small_inputs(layers=(0,)), only(*kept, first=planted("needle-of-one-query-lost"))
+    ).result
 
     assert result.verdict == "differ"
     first = result.candidates[0].first_divergence
@@ -237,7 +204,9 @@ def test_a_wrong_pick_is_classed_by_what_could_justify_it(
 def test_an_unreturned_query_does_not_hide_wrong_scores(
     judge: Judge, small_inputs: Load, only: Only
 ) -> None:
-    result = judge(small_inputs(layers=(0,)), only((INDEX, "scores"), then=louder)).result
+    result = judge(
+        small_inputs(layers=(0,)), only((INDEX, "scores"), first=planted("scores-gain-0.4%"))
+    ).result
 
     scores = layer_stage(result, INDEX, "scores")
     assert scores.verdict == "differ"
@@ -311,15 +280,11 @@ def test_recordings_of_a_part_are_compared(
     part: str, cli: Cli, candidate_named: Named, run_options: Options, only: Only
 ) -> None:
     """Equal recordings match even where nothing says what a score may be."""
-
-    def odd(inputs: LayerInputs, observed: Observed) -> Observed:
-        found = observed if observed.topk is None else trade_last(inputs, observed)
-        return louder(inputs, found)
-
+    odd = then(planted("scores-gain-0.4%"), planted("needle-of-one-query-lost"))
     kept = PARTS[part]
     names = {
         "sound": candidate_named("test:sound", only(*kept)),
-        "odd": candidate_named("test:odd", only(*kept, then=odd)),
+        "odd": candidate_named("test:odd", only(*kept, first=odd)),
     }
     for out in ("sound", "odd", "again"):
         name = names.get(out, names["odd"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from support.wrapped import Change, WrappedCandidate, keep, planted, then
+from torch import Tensor
 
 from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.emulation.compressor import EntryBlock
@@ -16,36 +17,16 @@ from needlepoint.optimized.protocol.interface import (
     MAIN,
     QUERY,
     Candidate,
-    CandidateInfo,
-    LayerInputs,
-    Observed,
     StageKey,
 )
 from needlepoint.verify.inputs.load import Inputs
 from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.swap import SwapResult, SwapStage
+from needlepoint.verify.selftest.faults.ground import Ground
+from needlepoint.verify.selftest.faults.scores import on_scores
 
 Judge = Callable[..., PipelineOutput]
 Load = Callable[..., Inputs]
-
-
-@dataclass(frozen=True)
-class Changed:
-    """The sound candidate with its results changed, or some of them held back."""
-
-    change: Callable[[LayerInputs, Observed], Observed]
-    shown: frozenset[StageKey] | None = None
-
-    @property
-    def info(self) -> CandidateInfo:
-        return create("emulated:fused-fp8").info
-
-    def stages(self, ratio: int) -> frozenset[StageKey]:
-        every = create("emulated:fused-fp8").stages(ratio)
-        return every if self.shown is None else every & self.shown
-
-    def run(self, inputs: LayerInputs) -> Observed:
-        return self.change(inputs, create("emulated:fused-fp8").run(inputs))
 
 
 def swaps(judge: Judge, inputs: Inputs, candidate: Candidate) -> SwapResult:
@@ -58,51 +39,25 @@ def by_stage(swap: SwapResult) -> dict[StageKey, SwapStage]:
     return {(stage.path, stage.stage): stage for stage in swap.stages}
 
 
-def lost_needle(inputs: LayerInputs, observed: Observed) -> Observed:
-    """Replace the best pick of every query that leaves something out."""
-    assert observed.topk is not None
-    assert observed.scores is not None
-    picks, scores = observed.topk.clone(), observed.scores(0, 0, inputs.lengths[0])
-    for query in range(inputs.lengths[0]):
-        left_out = set(range((query + 1) // 4)) - set(picks[query].tolist())
-        if left_out:
-            picks[query][picks[query] == int(scores[query].argmax())] = min(left_out)
-    return replace(observed, topk=picks)
-
-
-def scaled_scores(inputs: LayerInputs, observed: Observed) -> Observed:
-    """Score in reverse: the selection picks by what it is given."""
-    assert observed.scores is not None
-    reader = observed.scores
-
-    def backwards(request: int, start: int, stop: int) -> torch.Tensor:
-        scores = reader(request, start, stop)
-        return torch.where(torch.isneginf(scores), scores, -scores)
-
-    picks = torch.full_like(observed.topk, -1)  # type: ignore[arg-type]
-    first = 0
-    for request, length in enumerate(inputs.lengths):
-        scores = backwards(request, 0, length)
-        for query in range(length):
-            seen = (query + 1) // 4
-            best = scores[query, :seen].topk(min(seen, inputs.topk)).indices.sort().values
-            picks[first + query, : len(best)] = best
-        first += length
-    return replace(observed, scores=backwards, topk=picks)
+def other_sign(ground: Ground, request: int, scores: Tensor) -> Tensor:
+    return torch.where(torch.isneginf(scores), scores, -scores)
 
 
 @pytest.mark.parametrize(
     ("change", "key"),
-    [(lost_needle, (INDEX, "topk")), (scaled_scores, (INDEX, "scores"))],
+    [
+        (planted("best-entry-lost"), (INDEX, "topk")),
+        (planted(on_scores(other_sign)), (INDEX, "scores")),
+    ],
     ids=["a selection that loses needles", "scores of the other sign"],
 )
 def test_the_planted_stage_carries_all_of_the_loss(
-    change: Callable[[LayerInputs, Observed], Observed],
+    change: Change,
     key: StageKey,
     judge: Judge,
     small_inputs: Load,
 ) -> None:
-    found = swaps(judge, small_inputs(tokens=136, layers=(0,)), Changed(change))
+    found = swaps(judge, small_inputs(tokens=136, layers=(0,)), WrappedCandidate(change))
 
     stages = by_stage(found)
     assert found.not_swappable == ()
@@ -162,10 +117,10 @@ def test_a_sound_candidate_has_nothing_to_share_out(judge: Judge, small_inputs: 
 def test_what_a_candidate_does_not_show_is_listed(judge: Judge, small_inputs: Load) -> None:
     shown = frozenset({(INDEX, "stored"), (MAIN, "stored"), (INDEX, "topk")})
 
-    def held_back(inputs: LayerInputs, observed: Observed) -> Observed:
-        return replace(lost_needle(inputs, observed), dense={}, query=None, scores=None)
+    change = then(planted("best-entry-lost"), keep(*shown))
 
-    found = swaps(judge, small_inputs(tokens=136, layers=(0,)), Changed(held_back, shown))
+    candidate = WrappedCandidate(change, shown=shown)
+    found = swaps(judge, small_inputs(tokens=136, layers=(0,)), candidate)
 
     assert by_stage(found).keys() == shown
     assert "index.pooled" in found.not_swappable

@@ -1,4 +1,7 @@
-"""Candidates that do something to the results of an emulated one."""
+"""Candidates that do something to the results of an emulated one, and what they do.
+
+Faults are those of the self-test's catalogue wherever it has them (:func:`planted`).
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,71 @@ import pytest
 
 from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
+    INDEX,
+    QUERY,
     Candidate,
     CandidateInfo,
     LayerInputs,
     Observed,
     StageKey,
 )
+from needlepoint.verify.selftest.faults.catalogue import CATALOGUE
+from needlepoint.verify.selftest.faults.fault import Plant
+from needlepoint.verify.selftest.faults.ground import Ground
 
 Change = Callable[[LayerInputs, Observed], Any]
+
+
+def planted(case: str | Plant) -> Change:
+    """Return what a case of the self-test's catalogue, or its like, does to a sound run.
+
+    A layer without index keys stays as it is.
+    """
+    plant = CATALOGUE[case].plant if isinstance(case, str) else case
+
+    def change(inputs: LayerInputs, observed: Observed) -> Observed:
+        reader = observed.scores
+        if INDEX not in observed.stored or reader is None:
+            return observed
+        scores = tuple(reader(request, 0, n) for request, n in enumerate(inputs.lengths))
+        key_format = observed.stored[INDEX].layout.removeprefix(f"{INDEX}-")
+        return plant(Ground(inputs, key_format, observed, scores))
+
+    return change
+
+
+def keep(*kept: StageKey) -> Change:
+    """Return only some stages."""
+
+    def change(inputs: LayerInputs, observed: Observed) -> Observed:
+        return replace(
+            observed,
+            dense={key: rows for key, rows in observed.dense.items() if key in kept},
+            stored={
+                path: rows for path, rows in observed.stored.items() if (path, "stored") in kept
+            },
+            query=observed.query if (QUERY, "query") in kept else None,
+            scores=observed.scores if (INDEX, "scores") in kept else None,
+            topk=observed.topk if (INDEX, "topk") in kept else None,
+        )
+
+    return change
+
+
+def sound(inputs: LayerInputs, observed: Observed) -> Observed:
+    """Change nothing."""
+    return observed
+
+
+def then(*changes: Change) -> Change:
+    """Return one change after another."""
+
+    def change(inputs: LayerInputs, observed: Observed) -> Any:  # noqa: ANN401
+        for each in changes:
+            observed = each(inputs, observed)
+        return observed
+
+    return change
 
 
 @dataclass(frozen=True)
@@ -30,6 +90,7 @@ class WrappedCandidate:
     inner: str = "emulated:fused-fp8"
     claims: Mapping[str, str] | None = None
     adds: frozenset[StageKey] = frozenset()
+    shown: frozenset[StageKey] | None = None
 
     @property
     def info(self) -> CandidateInfo:
@@ -37,8 +98,9 @@ class WrappedCandidate:
         return replace(create(self.inner).info, **claims)
 
     def stages(self, ratio: int) -> frozenset[StageKey]:
-        own = create(self.inner).stages(ratio)
-        return (own - self.without) | (self.adds if ratio == 4 else frozenset())
+        own = create(self.inner).stages(ratio) - self.without
+        own = own if self.shown is None else own & self.shown
+        return own | (self.adds if ratio == 4 else frozenset())
 
     def run(self, inputs: LayerInputs) -> Observed:
         return cast(Observed, self.change(inputs, create(self.inner).run(inputs)))

@@ -6,61 +6,47 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.wrapped import WrappedCandidate, planted
 
-from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     MAIN,
     Candidate,
-    CandidateInfo,
     LayerInputs,
     Observed,
-    StageKey,
 )
 from needlepoint.verify.inputs.load import Inputs
 from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.recording.results import load_result
 from needlepoint.verify.schema.result import Result, StageResult
+from needlepoint.verify.selftest.faults.ground import Ground
+from needlepoint.verify.selftest.faults.scores import on_scores
 from needlepoint.verify.triage.rejudge import rejudge
 
 Cli = Callable[..., CompletedProcess[str]]
 
 
-@dataclass(frozen=True)
-class Nudged:
-    """The sound candidate with one pooled row three radii off, and swaps that this explains."""
+def nudged(inputs: LayerInputs, observed: Observed) -> Observed:
+    """Move one pooled row by three radii, and scores by what this explains."""
+    # The norm takes a gain out again, so nothing behind the stage notices.
+    rows = observed.dense[MAIN, "pooled"].clone()
+    rows[-1] *= 1 + 3e-6
+    dense = {**observed.dense, (MAIN, "pooled"): rows}
+    reader = observed.scores
+    if reader is None:
+        return replace(observed, dense=dense)
+    return replace(observed, dense=dense, scores=lambda r, a, b: reader(r, a, b) * (1 + 2e-5))
 
-    name: str = "test:nudged"
 
-    @property
-    def info(self) -> CandidateInfo:
-        return replace(create("emulated:fused-fp8").info, name=self.name)
-
-    def stages(self, ratio: int) -> frozenset[StageKey]:
-        return create("emulated:fused-fp8").stages(ratio)
-
-    def run(self, inputs: LayerInputs) -> Observed:
-        observed = create("emulated:fused-fp8").run(inputs)
-        # The norm takes a gain out again, so nothing behind the stage notices.
-        rows = observed.dense[MAIN, "pooled"].clone()
-        rows[-1] *= 1 + 3e-6
-        dense = {**observed.dense, (MAIN, "pooled"): rows}
-        if observed.scores is None:
-            return replace(observed, dense=dense)
-        reader = observed.scores
-
-        def moved(request: int, start: int, stop: int) -> torch.Tensor:
-            return reader(request, start, stop) * (1 + 2e-5)
-
-        return replace(observed, dense=dense, scores=moved)
+NUDGED = WrappedCandidate(nudged, claims={"name": "test:nudged"})
 
 
 def limits(tmp_path: Path, text: str) -> Limits:
@@ -88,7 +74,7 @@ def test_rejudging_is_running_again_under_those_limits(
 ) -> None:
     other = limits(tmp_path, text)
     inputs = small_inputs(tokens=136)
-    first, again = judge(inputs, Nudged()), judge(inputs, Nudged(), limits=other)
+    first, again = judge(inputs, NUDGED), judge(inputs, NUDGED, limits=other)
 
     found = rejudge(first.result, first.rows, other)
 
@@ -120,7 +106,7 @@ def test_rejudging_is_running_again_under_those_limits(
 def test_the_smallest_passing_limit_passes_and_a_smaller_one_does_not(
     tmp_path: Path, judge: Callable[..., PipelineOutput], small_inputs: Callable[..., Inputs]
 ) -> None:
-    output = judge(small_inputs(tokens=136, layers=(0,)), Nudged())
+    output = judge(small_inputs(tokens=136, layers=(0,)), NUDGED)
     key = (0, "main", "pooled")
     stage = stages(output.result)[key]
     assert stage.verdict == "differ"
@@ -138,27 +124,11 @@ def test_looser_limits_explain_swaps_and_never_excuse_a_selection(
 ) -> None:
     """A row of keys moved a little: its swaps are `upstream` until the limit is wide enough."""
 
-    @dataclass(frozen=True)
-    class Moved(Nudged):
-        def run(self, inputs: LayerInputs) -> Observed:
-            observed = create("emulated:unfused-bf16").run(inputs)
-            assert observed.scores is not None
-            scores = observed.scores(0, 0, inputs.lengths[0]) * (
-                1 + 0.02 * torch.cos(torch.arange(inputs.lengths[0] // 4))
-            )
-            hidden = torch.isneginf(scores)
-            scores = torch.where(hidden, -torch.inf, scores)
-            picks = torch.full_like(observed.topk, -1)  # type: ignore[arg-type]
-            for query, row in enumerate(scores):
-                best = row[: (query + 1) // 4].topk(min((query + 1) // 4, inputs.topk)).indices
-                picks[query, : len(best)] = best.sort().values
-            return replace(observed, scores=lambda r, a, b: scores[a:b], topk=picks)
+    def moved(ground: Ground, request: int, scores: torch.Tensor) -> torch.Tensor:
+        return scores * (1 + 0.02 * torch.cos(torch.arange(scores.shape[1])))
 
-        @property
-        def info(self) -> CandidateInfo:
-            return create("emulated:unfused-bf16").info
-
-    output = judge(small_inputs(tokens=200, layers=(0,)), Moved())
+    candidate = WrappedCandidate(planted(on_scores(moved)), inner="emulated:unfused-bf16")
+    output = judge(small_inputs(tokens=200, layers=(0,)), candidate)
     before = output.result.candidates[0].layers[0].topk
     assert before is not None
     assert before.swaps.upstream > 0
@@ -176,7 +146,7 @@ def test_the_command_reads_files_and_prints_what_would_pass(
     candidate_named: Callable[[str, Candidate], str],
     small_model: Path,
 ) -> None:
-    name = candidate_named("test:nudged", Nudged())
+    name = candidate_named("test:nudged", NUDGED)
     words = ["verify", "--input", "synthetic", "--model", small_model, "--tokens", "136"]
     first = cli(*words, "--layers", "0", "--candidate", name, "--json", "a.json", "--quiet")
     assert first.returncode == 1
