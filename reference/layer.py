@@ -199,6 +199,34 @@ class ReferenceLayer:
         scores, topk = self._select(query, state.rows.rows, visible, keep_scores)
         return IndexStages(index, query, scores, topk)
 
+    def score(self, query: QueryProjections, positions: Tensor, keys: Tensor) -> Tensor:
+        """Return the scores of some queries of a request over all of its index keys.
+
+        Parameters
+        ----------
+        query
+            Projections of ``n`` tokens in any order.
+        positions
+            int64 ``[n]``, their positions.
+        keys
+            float64 ``[entries, index_head_dim]``, decoded.
+
+        Returns
+        -------
+        Tensor
+            ``compute`` ``[n, entries]``, ``-inf`` where invisible.
+        """
+        rope = rope_rows(self.frequencies, positions, self.arithmetic.rope_table)
+        rows = self._query_rows(query, rope)
+        return index_scores(
+            rows.stored.values,
+            rows.weights,
+            keys,
+            visible_entries(positions, self.ratio),
+            self.arithmetic,
+            self.compute,
+        )
+
     def _index_rows(
         self, projected: Projected, rope: Tensor, state: KeyState | None
     ) -> CompressedRows | None:

@@ -43,27 +43,60 @@ def project_inputs(
     ValueError
         If there are no tokens, the width is wrong, or a value is NaN or infinite.
     """
-
-    def of(x: Tensor, weight: Tensor) -> Tensor:
-        return project(x, weight, arithmetic.projected, first_position=first_position)
+    latent, query = project_queries(hidden, weights, config, arithmetic, first_position)
 
     def key(compressor: CompressorWeights | None) -> KeyProjections | None:
         if compressor is None:
             return None
-        return KeyProjections(of(hidden, compressor.wkv), of(hidden, compressor.wgate))
+        return project_keys(hidden, compressor, arithmetic, first_position)
 
-    down = rms_norm(of(hidden, weights.wq_a), weights.q_norm, config.norm_eps)
-    latent = round_to(down, arithmetic.latent)
-    query = None
-    if weights.index_wq_b is not None and weights.weights_proj is not None:
-        q = of(latent, weights.index_wq_b)
-        q = q.view(-1, config.index_n_heads, config.index_head_dim)
-        query = QueryProjections(q, of(hidden, weights.weights_proj))
     return Projected(
         first_position=first_position,
         index=key(weights.index),
         main=key(weights.main),
         query=query,
         latent=latent,
-        window=of(hidden, weights.wkv),
+        window=project(hidden, weights.wkv, arithmetic.projected, first_position=first_position),
     )
+
+
+def project_keys(
+    hidden: Tensor, weights: CompressorWeights, arithmetic: Arithmetic, first_position: int = 0
+) -> KeyProjections:
+    """Project consecutive tokens for one compressor; arguments as :func:`project_inputs`."""
+    kv, score = (
+        project(hidden, weight, arithmetic.projected, first_position=first_position)
+        for weight in (weights.wkv, weights.wgate)
+    )
+    return KeyProjections(kv, score)
+
+
+def project_queries(
+    hidden: Tensor,
+    weights: LayerWeights,
+    config: ModelConfig,
+    arithmetic: Arithmetic,
+    first_position: int = 0,
+) -> tuple[Tensor, QueryProjections | None]:
+    """Return the query latent of tokens, and what the index queries read of it.
+
+    Arguments as :func:`project_inputs`. Rows do not depend on each other: tokens of any positions
+    may stand side by side, and are then equal to those of consecutive calls but for the order in
+    which float64 sums are added up.
+
+    Returns
+    -------
+    tuple
+        float64 ``[n, q_lora_rank]``, and the queries; None in a layer without an indexer.
+    """
+
+    def of(x: Tensor, weight: Tensor) -> Tensor:
+        return project(x, weight, arithmetic.projected, first_position=first_position)
+
+    down = rms_norm(of(hidden, weights.wq_a), weights.q_norm, config.norm_eps)
+    latent = round_to(down, arithmetic.latent)
+    if weights.index_wq_b is None or weights.weights_proj is None:
+        return latent, None
+    q = of(latent, weights.index_wq_b)
+    q = q.view(-1, config.index_n_heads, config.index_head_dim)
+    return latent, QueryProjections(q, of(hidden, weights.weights_proj))

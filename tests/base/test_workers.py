@@ -16,7 +16,7 @@ from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.base.workers import Budget, workers
 from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.recall import run as recall_run
-from needlepoint.verify.recall.grid import Grid, Length, grid_prompts, trained_model
+from needlepoint.verify.recall.grid import Grid, Length, grid_prompts
 from needlepoint.verify.recall.model import load_trained
 from needlepoint.verify.recall.pool import load_pool
 
@@ -63,7 +63,7 @@ def test_long_prompts_run_one_after_the_other(
     total: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, counts = Lock(), [0, 0]
-    real: Callable[..., None] = recall_run._run_layer
+    real: Callable[..., None] = recall_run._run_candidates
     met = Barrier(most)
 
     def counted(*arguments: object) -> None:
@@ -75,12 +75,12 @@ def test_long_prompts_run_one_after_the_other(
         with lock:
             counts[0] -= 1
 
-    monkeypatch.setattr(recall_run, "_run_layer", counted)
+    monkeypatch.setattr(recall_run, "_run_candidates", counted)
     monkeypatch.setattr(recall_run, "SIDE_BY_SIDE", total)
     prompts = grid_prompts(
         Grid((Length(1_600),), depths=(0.0,), haystacks=2, distractors=(8,)), load_pool()
     )
-    model = trained_model(load_trained(), None, 0)
+    model = load_trained()
     threads = torch.get_num_threads()
     with _threads(2):
         recall_run.run_prompts(

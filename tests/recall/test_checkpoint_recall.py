@@ -18,8 +18,9 @@ from needlepoint.reference.weights import random_layer_weights
 from needlepoint.verify.cli.app import app
 from needlepoint.verify.cli.run import run_app
 from needlepoint.verify.inputs.checkpoint import dequantised
-from needlepoint.verify.recall.reference import reference_scores
-from needlepoint.verify.recall.rows import given_rows
+from needlepoint.verify.inputs.recall_needles import Needle
+from needlepoint.verify.recall.model import NeedlePrompt, Setting
+from needlepoint.verify.recall.queries import LayerReference, project_request
 
 Published: TypeAlias = Any
 Write = Callable[..., Path]
@@ -66,8 +67,10 @@ def ranked(published: Published, states: Tensor) -> list[int]:
         part: dequantised(*published.drawn_fp8(0, part)) for part in published.fp8
     }
     weights = replace(weights, **plain)
-    given = given_rows(published.config, 0, weights, states, torch.tensor([QUERY]), 0)
-    order = reference_scores(given, BF16_CONTRACT)[0].argsort(descending=True).tolist()
+    reference = LayerReference(published.config, 0, weights, BF16_CONTRACT)
+    prompt = NeedlePrompt(Setting(LENGTH, 0, 0), (Needle(0, 1, QUERY, 0.0),), lambda layer: states)
+    queries = project_request(prompt, reference, 0, whole=False)
+    order = queries.scores[0].argsort(descending=True).tolist()
     return [entry for entry in order if entry < BEFORE_WINDOW]
 
 

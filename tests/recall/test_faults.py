@@ -28,11 +28,10 @@ from needlepoint.reference.profile import BF16_CONTRACT
 from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.inputs.recall_needles import Needle
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.recall.grid import Grid, Length, grid_prompts, trained_model
-from needlepoint.verify.recall.model import load_trained
-from needlepoint.verify.recall.outcomes import Setting
+from needlepoint.verify.recall.grid import Grid, Length, grid_prompts
+from needlepoint.verify.recall.model import NeedlePrompt, RecallModel, Setting, load_trained
 from needlepoint.verify.recall.pool import load_pool
-from needlepoint.verify.recall.run import Gathered, NeedlePrompt, RecallModel, run_prompts
+from needlepoint.verify.recall.run import Gathered, run_prompts
 from needlepoint.verify.recall.tally import recall_result
 from needlepoint.verify.schema.recall import RecallResult
 
@@ -44,7 +43,7 @@ Change = Callable[[Observed, LayerInputs, Tensor], Observed]
 @pytest.fixture(scope="module")
 def model() -> RecallModel:
     """Return the second trained layer at an eighth of its k: short prompts are exercised."""
-    found = trained_model(load_trained(), (1,), 0)
+    found = load_trained((1,))
     return replace(found, config=replace(found.config, index_topk=K))
 
 
@@ -288,7 +287,7 @@ def test_up_to_the_boundary_nothing_is_exercised(model: RecallModel, length: int
 
 def test_the_rate_of_the_shipped_model_falls_at_smaller_k() -> None:
     """A grid on which nothing is ever missed could not show a loss."""
-    model = trained_model(load_trained(), (0,), 0)
+    model = load_trained()
     prompts = grid_prompts(Grid((Length(2560),), haystacks=2, distractors=(64,)), load_pool())
     gathered, _ = measure(fp8(), prompts, model)
     exercised = [o for o in gathered.outcomes if o.exercised(512) and not o.windowed]

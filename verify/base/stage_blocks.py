@@ -23,18 +23,20 @@ _BYTES_A_VALUE = 64
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive queries of one request.
+    """Consecutive queries of one request, or some queries asked for by themselves.
 
     Attributes
     ----------
     request, start, stop
-        Request and positions.
+        Request and positions; row numbers where ``asked`` is given.
     rows
         Token-side rows.
     visible
         int64 ``[queries]`` entries that each query may see.
     entries
         Entries of the request.
+    asked
+        int64 ``[queries]``, positions of queries that are not consecutive.
     """
 
     request: int
@@ -43,6 +45,7 @@ class Block:
     rows: slice
     visible: Tensor
     entries: int
+    asked: Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -52,7 +55,7 @@ class Block:
     @property
     def positions(self) -> Tensor:
         """Positions of the queries in their request."""
-        return torch.arange(self.start, self.stop)
+        return torch.arange(self.start, self.stop) if self.asked is None else self.asked
 
 
 def query_blocks(

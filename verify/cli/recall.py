@@ -33,8 +33,6 @@ from needlepoint.verify.probe.server import (
     run_probe,
 )
 from needlepoint.verify.probe.server import HAYSTACKS as SERVER_HAYSTACKS
-from needlepoint.verify.recall import command as measure
-from needlepoint.verify.recall.cost import parse_memory
 from needlepoint.verify.recall.grid import (
     DENSE,
     DEPTHS,
@@ -45,6 +43,12 @@ from needlepoint.verify.recall.grid import (
     Grid,
     parse_depths,
     parse_lengths,
+)
+from needlepoint.verify.recall.measure import (
+    grid_source,
+    input_source,
+    measure_recall,
+    parse_memory,
 )
 from needlepoint.verify.report.recall_svg import recall_svg
 
@@ -206,13 +210,13 @@ def recall(
     wanted = parse_layers(layers)
     with watched(ctx.obj, quiet=quiet) as progress:
         if input is None:
-            source = measure.grid_source(grid, wanted)
+            source = grid_source(grid, wanted)
         else:
             inputs = load_inputs(
                 input, model=model, layers=wanted, seed=number, checkpoint=checkpoint
             )
-            source = measure.input_source(inputs)
-        output = measure.measure_recall(
+            source = input_source(inputs)
+        output = measure_recall(
             source,
             [create(name) for name in chosen],
             parse_contract(contract),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,6 +68,28 @@ class GivenLayer:
     def window_rows(self, request: int, start: int, stop: int) -> Tensor:
         """Return the window projections of the same tokens, float64."""
         return _wide(self.window[self._rows(request, start, stop)])
+
+    def request(self, request: int) -> GivenLayer:
+        """Return one request by itself: views of the same tensors."""
+        length, given = self.inputs.lengths[request], self.inputs
+        rows = self._rows(request, 0, length)
+
+        def path(part: CompressorInputs) -> CompressorInputs:
+            return replace(part, kv=part.kv[rows], score=part.score[rows])
+
+        query = None
+        if given.query is not None:
+            query = QueryInputs(given.query.q[rows], given.query.weights[rows])
+        inputs = replace(
+            given,
+            lengths=(length,),
+            index=None if given.index is None else path(given.index),
+            main=path(given.main),
+            query=query,
+            rope_table=given.rope_table[:length],
+            hidden=given.hidden[rows],
+        )
+        return GivenLayer(inputs, self.latent[rows], self.window[rows])
 
     def _rows(self, request: int, start: int, stop: int) -> slice:
         offset = sum(self.inputs.lengths[:request])

@@ -105,11 +105,11 @@ class LayerRun:
         self._device = device
         usual = BUDGET_BYTES if device == CPU else CARD_BUDGET_BYTES
         self._budget = usual if budget_bytes is None else budget_bytes
-        self._weights = placed(inputs.weights(layer), device)
+        self.weights = placed(inputs.weights(layer), device)
         with on(device):
             reference = self._reference(BF16_CONTRACT)
-        self._given = given_layer(inputs, layer, reference)
-        self.given = self._given.inputs
+        self.projected = given_layer(inputs, layer, reference)
+        self.given = self.projected.inputs
 
     def judge(
         self,
@@ -138,7 +138,7 @@ class LayerRun:
         pool: Workers,
         swap: bool,
     ) -> list[LayerOutcome]:
-        given = placed(self._given, self._device)
+        given = placed(self.projected, self._device)
         query = given.inputs.query
         width = self._config.n_heads * self._config.head_dim
         width = width if query is None else max(width, query.q[0].numel())
@@ -263,13 +263,13 @@ class LayerRun:
 
     def _contracts(self) -> Contracts:
         names = CONTRACT_NAMES if self.given.query is not None else ()
-        return Contracts(self._config, self._layer, self._weights, names, self._budget)
+        return Contracts(self._config, self._layer, self.weights, names, self._budget)
 
     def _reference(self, arithmetic: Arithmetic) -> ReferenceLayer:
         return ReferenceLayer(
             self._config,
             self._layer,
-            self._weights,
+            self.weights,
             arithmetic,
             compute=torch.float32,
             budget_bytes=self._budget,

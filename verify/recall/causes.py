@@ -27,25 +27,21 @@ from needlepoint.optimized.protocol.interface import (
     INDEX,
     QUERY,
     CandidateInfo,
+    LayerInputs,
     Observed,
     PagedRows,
     StageKey,
 )
 from needlepoint.verify.base.stages import QUERIES, SCORES, STORED, TOPK, WEIGHTS
 from needlepoint.verify.judge.profiles import profile_of
-from needlepoint.verify.judge.sides.key_side import KeyReference, key_reference
-from needlepoint.verify.judge.sides.query_reference import (
-    QueryReference,
-    ReferenceBlock,
-    RotatedQueries,
-)
+from needlepoint.verify.judge.sides.query_reference import QueryReference, ReferenceBlock
 from needlepoint.verify.judge.sides.query_side import BlockJudgement, QueryJudge
 from needlepoint.verify.layout.stored_rows import StoredRows, read_stored, replayable
 from needlepoint.verify.numerics.compare_codes import compare_encoded
 from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.numerics.selection import Swap
 from needlepoint.verify.recall.outcomes import Outcome, needle_entries, reachable
-from needlepoint.verify.recall.rows import GivenRows
+from needlepoint.verify.recall.queries import NeedleQueries
 from needlepoint.verify.schema.recall import ATTENUATED as ATTENUATED
 from needlepoint.verify.schema.recall import CAUSES as CAUSES
 from needlepoint.verify.schema.recall import CORRUPTED as CORRUPTED
@@ -83,12 +79,8 @@ class Cause:
 class MappedRows:
     """Rows of one request through its page table, however wrong the table is.
 
-    Attributes
-    ----------
-    rows
-        Rows of every entry; those of an unmapped page are any rows.
-    pages
-        int64 ``[entries]``, page of each entry, -1 where the table names none of the pool.
+    Rows of an unmapped page are any rows; ``pages`` is int64 ``[entries]``, the page of each entry,
+    -1 where the table names none of the pool.
     """
 
     rows: StoredRows
@@ -123,66 +115,46 @@ def mapped_rows(paged: PagedRows, request: int = 0, width: int = 128) -> MappedR
 
 
 class MissJudge:
-    """Explains misses of one candidate in one request.
+    """Explains misses of one candidate in one request, by the judge's own comparison.
 
-    Parameters
-    ----------
-    given
-        The request.
-    info
-        The candidate.
-    observed
-        What it computed for the queries.
-    mapped
-        Its index rows by entry; None where it stores none.
-    keys
-        Reference of the index path under the candidate's profile.
-    limits
-        As for ``verify``.
+    ``mapped`` are its index rows by entry, None where it stores none; ``limits`` those of
+    ``verify``.
     """
 
     def __init__(
         self,
-        given: GivenRows,
+        queries: NeedleQueries,
         info: CandidateInfo,
-        observed: Observed,
+        outputs: Observed,
         mapped: MappedRows | None,
-        keys: KeyReference,
         limits: Limits,
     ) -> None:
-        profile = profile_of(info)
+        inputs, profile = queries.inputs, profile_of(info)
+        keys = queries.keys.path(INDEX, profile)
         self._mapped = mapped
         self._limits = limits
-        self._ratio = given.inputs.ratio
-        self._off = torch.zeros(given.entries, dtype=torch.bool)
+        self._ratio = inputs.ratio
+        self._off = torch.zeros(queries.entries, dtype=torch.bool)
         self._to_store = keys.to_store.value
-        if self._mapped is not None:
-            stored = self._mapped.rows
+        stored = None if mapped is None else mapped.rows
+        if stored is not None:
             stored.require(profile.index_key)
             error = compare_encoded(stored.encoded, keys.to_store, profile.index_key)
             self._off = ~(error.ratio <= limits[STORED].value)
-        # Row i of the query side is turned by row i of its table.
-        turned = replace(given.inputs, rope_table=given.inputs.rope_table[given.positions])
-        reference = QueryReference(given.inputs, profile, keys, RotatedQueries(turned))
-        judge = QueryJudge(
-            given.inputs,
-            observed,
-            reference,
-            None if self._mapped is None else self._mapped.rows,
-            limits,
-        )
-        self._meant: ReferenceBlock = reference.block(given.block)
-        self._found: BlockJudgement = judge.judge(given.block, self._meant)
+        reference = QueryReference(inputs, profile, keys, queries.rotated)
+        judge = QueryJudge(inputs, outputs, reference, stored, limits)
+        self._expected: ReferenceBlock = reference.block(queries.block)
+        self._found: BlockJudgement = judge.judge(queries.block, self._expected)
 
     def cause(self, row: int, outcome: Outcome) -> Cause:
         """Return why row ``row`` missed a needle that the reference hits."""
         entries = needle_entries(outcome.needle, self._ratio, outcome.visible)
-        lowest = entries[int(self._meant.scores[row][entries].argmin())]
+        lowest = entries[int(self._expected.scores[row][entries].argmin())]
         page = None if self._mapped is None else int(self._mapped.pages[lowest])
         off = entries[self._off[entries]]
         if len(off):
             return Cause(CORRUPTED, self._whose(int(off[0])), page)
-        if not bool(torch.isin(entries, self._meant.picks[row]).all()):
+        if not bool(torch.isin(entries, self._expected.picks[row]).all()):
             return Cause(OUTRANKED, "format", page)
         return self._outranked(row, entries, page)
 
@@ -193,10 +165,10 @@ class MissJudge:
         if int(picks.invalid[row]):
             return Cause(OUTRANKED, "invalid picks", page)
         swaps = picks.swaps
-        own = (swaps.row == row) & torch.isin(swaps.lost, entries)
-        if not bool(own.any()):
+        lost = (swaps.row == row) & torch.isin(swaps.lost, entries)
+        if not bool(lost.any()):
             return Cause(OUTRANKED, "topk", page)
-        at = int(own.nonzero()[0])
+        at = int(lost.nonzero()[0])
         gap, allowed = float(swaps.gap[at]), float(swaps.allowed[at])
         kind = int(swaps.kind[at])
         if kind == Swap.SELECTOR:
@@ -220,8 +192,8 @@ class MissJudge:
         """Return what stands in a wrong row: another entry's, if it is one."""
         if self._mapped is None:
             return ""
-        own = replayable(self._mapped.rows.values[entry])
-        distance = torch.linalg.vector_norm(self._to_store - own, dim=1)
+        row = replayable(self._mapped.rows.values[entry])
+        distance = torch.linalg.vector_norm(self._to_store - row, dim=1)
         nearest = int(distance.argmin())
         near = float(distance[nearest]) < 0.5 * float(distance[entry])
         page = int(self._mapped.pages[entry])
@@ -231,9 +203,9 @@ class MissJudge:
 
 
 def explain(
-    given: GivenRows,
+    queries: NeedleQueries,
     info: CandidateInfo,
-    observed: Observed,
+    outputs: Observed,
     missed: Sequence[tuple[int, Outcome]],
     limits: Limits,
 ) -> Mapping[int, Cause]:
@@ -241,33 +213,30 @@ def explain(
 
     Nothing of the profile's reference is computed unless a miss is the candidate's own.
     """
-    k = given.inputs.topk
     mapped = None
-    if missed and INDEX in observed.stored:
-        mapped = mapped_rows(observed.stored[INDEX])
+    if missed and INDEX in outputs.stored:
+        mapped = mapped_rows(outputs.stored[INDEX])
     found: dict[int, Cause] = {}
     judge: MissJudge | None = None
     for row, outcome in missed:
-        cause = _without_reference(outcome, mapped, given.inputs.ratio, k)
+        cause = _without_reference(outcome, mapped, queries.inputs)
         if cause is None:
-            if judge is None:
-                keys = key_reference(INDEX, given.inputs, profile_of(info))
-                judge = MissJudge(given, info, observed, mapped, keys, limits)
+            judge = judge or MissJudge(queries, info, outputs, mapped, limits)
             cause = judge.cause(row, outcome)
         found[row] = cause
     return found
 
 
 def _without_reference(
-    outcome: Outcome, mapped: MappedRows | None, ratio: int, k: int
+    outcome: Outcome, mapped: MappedRows | None, inputs: LayerInputs
 ) -> Cause | None:
     """Return a cause that needs no profile: unreachable or upstream."""
-    entries = needle_entries(outcome.needle, ratio, outcome.visible)
-    if not reachable(outcome.needle, ratio, outcome.visible):
+    entries = needle_entries(outcome.needle, inputs.ratio, outcome.visible)
+    if not reachable(outcome.needle, inputs.ratio, outcome.visible):
         return Cause(UNREACHABLE, "window not complete", None)
     pages = None if mapped is None else mapped.pages[entries]
     if pages is not None and bool((pages < 0).any()):
         return Cause(UNREACHABLE, "page not mapped", None)
-    if outcome.reference_hits[k]:
+    if outcome.reference_hits[inputs.topk]:
         return None
     return Cause(UPSTREAM, "", None if pages is None else int(pages[0]))

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from torch import Tensor
-
-from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.recall.model import TrainedModel
-from needlepoint.verify.recall.outcomes import Setting
+from needlepoint.verify.recall.model import MakePrompt, NeedlePrompt, Setting
 from needlepoint.verify.recall.pool import Pool
 from needlepoint.verify.recall.prompts import Spot, compose
-from needlepoint.verify.recall.run import NeedlePrompt, RecallModel
 
 LENGTHS: Final = ("2560", "4509", "10498", "22528")
 DEPTHS: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -29,8 +23,6 @@ DENSE_FROM: Final = 10_000
 DENSE_TO: Final = 12_000
 MAX_LENGTH: Final = 131_072
 _LENGTH = re.compile(r"([0-9]{1,7})(?:@([0-9]{1,7}))?")
-
-MakePrompt = Callable[[], NeedlePrompt]
 
 
 @dataclass(frozen=True)
@@ -135,56 +127,6 @@ def grid_prompts(grid: Grid, pool: Pool) -> list[MakePrompt]:
     return found
 
 
-def recording_prompts(inputs: Inputs) -> list[MakePrompt]:
-    """Return one prompt for each request of an input that has needles.
-
-    Raises
-    ------
-    ValueError
-        Where no request has any.
-    """
-    found: list[MakePrompt] = []
-    start = 0
-    for request, length in enumerate(inputs.requests):
-        needles = tuple(n.needle for n in inputs.needles if n.request == request)
-        if needles:
-            rows = slice(start, start + length)
-            setting = Setting(length, 0, request)
-            found.append(partial(NeedlePrompt, setting, needles, partial(_rows_of, inputs, rows)))
-        start += length
-    if not found:
-        raise ValueError(
-            f'input {inputs.name}: no needle spans; add "needles" to its manifest, or leave '
-            "--input out for the shipped passages"
-        )
-    return found
-
-
-def trained_model(model: TrainedModel, layers: Sequence[int] | None, seed: int) -> RecallModel:
-    """Return the layers of the shipped indexer to run; the first by default."""
-    chosen = (0,) if layers is None else tuple(layers)
-    for layer in chosen:
-        model.weights(layer)
-    return RecallModel(model.config, chosen, model.weights, seed)
-
-
-def input_model(inputs: Inputs) -> RecallModel:
-    """Return the layers of an input that have an indexer.
-
-    Raises
-    ------
-    ValueError
-        Where none has.
-    """
-    layers = tuple(layer for layer in inputs.layers if inputs.config.ratio(layer) == 4)
-    if not layers:
-        raise ValueError(
-            f"input {inputs.name}: layers {list(inputs.layers)} have no indexer; recall needs one "
-            "of ratio 4"
-        )
-    return RecallModel(inputs.config, layers, inputs.weights, inputs.seed)
-
-
 def _spots(grid: Grid, length: Length) -> list[Spot]:
     if length.position is not None:
         return [Spot(depth=None, position=length.position)]
@@ -196,7 +138,3 @@ def _prompt(grid: Grid, pool: Pool, length: Length, distractors: int, number: in
     haystack = compose(pool, number, length.tokens, spots, distractors, grid.seed)
     setting = Setting(length.tokens, distractors, number)
     return NeedlePrompt(setting, haystack.needles, lambda layer: pool.states[haystack.rows])
-
-
-def _rows_of(inputs: Inputs, rows: slice, layer: int) -> Tensor:
-    return inputs.hidden(layer)[rows]

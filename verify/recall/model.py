@@ -1,8 +1,12 @@
-"""The shipped mini indexer: shapes and trained weights."""
+"""What recall runs: prompts with needles, and the layers that they go through.
+
+Layers are those of an input, or of the shipped mini indexer with its trained weights.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -11,6 +15,7 @@ from torch import Tensor
 
 from needlepoint.reference.config import ModelConfig
 from needlepoint.reference.weights import CompressorWeights, LayerWeights, check_layer_weights
+from needlepoint.verify.inputs.recall_needles import Needle
 from needlepoint.verify.recall.pool import shipped_folder
 from needlepoint.verify.recording.file import read_header, read_tensor
 from needlepoint.verify.recording.manifest import (
@@ -48,25 +53,54 @@ class IndexerManifest(ManifestPart):
 
 
 @dataclass(frozen=True)
-class TrainedModel:
-    """Shapes and weights of the mini indexer, one set a layer."""
+class Setting:
+    """What a prompt was made for: length, distractors, and its number (the cluster)."""
+
+    length: int
+    distractors: int
+    cluster: int
+
+
+@dataclass(frozen=True)
+class NeedlePrompt:
+    """One request and its needles, one query each.
+
+    ``hidden`` returns the hidden states of a layer, bf16 ``[length, hidden_size]``.
+    """
+
+    setting: Setting
+    needles: tuple[Needle, ...]
+    hidden: Callable[[int], Tensor]
+
+
+MakePrompt = Callable[[], NeedlePrompt]
+
+
+@dataclass(frozen=True)
+class RecallModel:
+    """The layers of ratio 4 that prompts go through; ``seed`` is that of page permutations."""
 
     config: ModelConfig
-    layers: tuple[LayerWeights, ...]
-
-    def weights(self, layer: int) -> LayerWeights:
-        """Return the weights of a layer; ``ValueError`` if there is none."""
-        self.config.ratio(layer)
-        return self.layers[layer]
+    layers: tuple[int, ...]
+    weights: Callable[[int], LayerWeights]
+    seed: int
 
 
-def load_trained() -> TrainedModel:
+def load_trained(layers: Sequence[int] | None = None, seed: int = 0) -> RecallModel:
     """Load the shipped mini indexer.
+
+    Parameters
+    ----------
+    layers
+        Layers to run; the first by default.
+    seed
+        Of page permutations.
 
     Raises
     ------
     ValueError
-        Where a file is missing or a tensor has another shape than the shapes ask for.
+        Where a file is missing, a tensor has another shape than the shapes ask for, or there is no
+        such layer.
     """
     folder = shipped_folder()
     path = folder / "indexer.json"
@@ -78,12 +112,15 @@ def load_trained() -> TrainedModel:
     config = recorded_config(manifest.config)
     file = folder / manifest.file
     tensors = {name: read_tensor(file, name) for name in read_header(file)}
-    layers = []
+    weights = []
     for layer in range(len(config.compress_ratios)):
-        weights = _layer({k.removeprefix(f"layer{layer}."): t for k, t in tensors.items()}, file)
-        check_layer_weights(weights, config, layer)
-        layers.append(weights)
-    return TrainedModel(config, tuple(layers))
+        found = _layer({k.removeprefix(f"layer{layer}."): t for k, t in tensors.items()}, file)
+        check_layer_weights(found, config, layer)
+        weights.append(found)
+    chosen = (0,) if layers is None else tuple(layers)
+    for layer in chosen:
+        config.ratio(layer)
+    return RecallModel(config, chosen, weights.__getitem__, seed)
 
 
 def _layer(tensors: dict[str, Tensor], file: object) -> LayerWeights:

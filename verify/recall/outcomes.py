@@ -7,23 +7,21 @@ does: that is an outcome of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from needlepoint.reference.topk import select_topk
 from needlepoint.verify.inputs.recall_needles import Needle
+from needlepoint.verify.recall.model import Setting
+from needlepoint.verify.recall.queries import NeedleQueries
 
-
-@dataclass(frozen=True)
-class Setting:
-    """What a prompt was made for: length, distractors, and its number (the cluster)."""
-
-    length: int
-    distractors: int
-    cluster: int
+MARGINS: Final = (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0)
+_WITHIN: Final = 0.25
+"""An entry counts for a margin if it is this close, in noises."""
 
 
 @dataclass(frozen=True)
@@ -78,38 +76,23 @@ def smaller_ks(k: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(max(1, k >> shift) for shift in range(4)))
 
 
-def outcomes(
-    setting: Setting,
-    layer: int,
-    needles: Sequence[Needle],
-    visible: Tensor,
-    ratio: int,
-    picks: Tensor,
-    scores: Tensor | None,
-    reference: Tensor,
-    ks: Sequence[int],
-) -> list[Outcome]:
-    """Return the outcome of every needle of one request.
+def outcomes(queries: NeedleQueries, topk_indices: Tensor, scores: Tensor | None) -> list[Outcome]:
+    """Return what became of every needle of one request.
 
     Parameters
     ----------
-    setting, layer, needles
-        What was asked.
-    visible
-        int64 ``[rows]``.
-    ratio
-        Tokens an entry.
-    picks
-        int ``[rows, k]`` of the candidate at the first of ``ks``.
+    queries
+        What was asked; its scores are those of the reference.
+    topk_indices
+        int ``[rows, k]``, the candidate's at the model's k.
     scores
-        ``[rows, entries]`` of the candidate, for its rank and the smaller ``ks``; or None.
-    reference
-        ``[rows, entries]`` scores of the reference.
-    ks
-        The model's k, then smaller ones.
+        ``[rows, entries]`` of the candidate, for its rank and :func:`smaller_ks`; or None.
     """
-    entries = [needle_entries(n, ratio, int(v)) for n, v in zip(needles, visible, strict=True)]
-    whole = [reachable(n, ratio, int(v)) for n, v in zip(needles, visible, strict=True)]
+    needles, reference = queries.prompt.needles, queries.scores
+    ratio, visible = queries.inputs.ratio, queries.visible.tolist()
+    k, *smaller = smaller_ks(queries.inputs.topk)
+    entries = [needle_entries(n, ratio, v) for n, v in zip(needles, visible, strict=True)]
+    whole = [reachable(n, ratio, v) for n, v in zip(needles, visible, strict=True)]
 
     def picked(chosen: Tensor) -> list[bool]:
         return [
@@ -117,18 +100,18 @@ def outcomes(
             for ok, own, row in zip(whole, entries, chosen, strict=True)
         ]
 
-    own = {ks[0]: picked(picks)}
+    hits = {k: picked(topk_indices)}
     if scores is not None:
-        own |= {k: picked(select_topk(scores, k)) for k in ks[1:]}
-    meant = {k: picked(select_topk(reference, k)) for k in ks}
+        hits |= {k: picked(select_topk(scores, k)) for k in smaller}
+    expected = {k: picked(select_topk(reference, k)) for k in (k, *smaller)}
     return [
         Outcome(
-            setting,
-            layer,
+            queries.prompt.setting,
+            queries.inputs.layer,
             needle,
-            int(visible[row]),
-            {k: hits[row] for k, hits in own.items()},
-            {k: hits[row] for k, hits in meant.items()},
+            visible[row],
+            {k: hit[row] for k, hit in hits.items()},
+            {k: hit[row] for k, hit in expected.items()},
             None if scores is None or not whole[row] else needle_rank(scores[row], entries[row]),
             needle_rank(reference[row], entries[row]) if whole[row] else None,
         )
@@ -139,3 +122,44 @@ def outcomes(
 def needle_rank(scores: Tensor, entries: Tensor) -> int:
     """Return how many entries score higher than the lowest of a needle."""
     return int((scores > scores[entries].min()).sum())
+
+
+@dataclass
+class MarginTally:
+    """Needles of a controlled margin: entries at stated distances from the selection border.
+
+    The unit is the score noise of the candidate in that row: the spread of its scores around the
+    reference's, over the entries that the query sees. An entry at margin 0 stands at the
+    reference's k-th best score, one at +4 is four noises above it. Every row gives at most one
+    needle a margin; ``rows`` and ``hits`` hold one number a margin.
+    """
+
+    rows: list[int] = field(default_factory=lambda: [0] * len(MARGINS))
+    hits: list[int] = field(default_factory=lambda: [0] * len(MARGINS))
+
+    def add(
+        self, scores: Tensor, reference: Tensor, topk_indices: Tensor, visible: int, k: int
+    ) -> None:
+        """Add one query: scores ``[entries]`` of both sides, and the candidate's picks.
+
+        Nothing is added unless the query sees more than ``k`` entries.
+        """
+        if visible <= k:
+            return
+        expected = reference[:visible].to(torch.float64)
+        noise = float((scores[:visible].to(torch.float64) - expected).std())
+        if not noise > 0.0:
+            return
+        border = torch.topk(expected, k).values[-1]
+        distance = (expected - border) / noise
+        chosen = set(topk_indices.tolist())
+        for place, margin in enumerate(MARGINS):
+            nearest = int((distance - margin).abs().argmin())
+            if abs(float(distance[nearest]) - margin) <= _WITHIN:
+                self.rows[place] += 1
+                self.hits[place] += nearest in chosen
+
+    def merge(self, other: MarginTally) -> None:
+        """Add the counts of another tally."""
+        self.rows = [a + b for a, b in zip(self.rows, other.rows, strict=True)]
+        self.hits = [a + b for a, b in zip(self.hits, other.hits, strict=True)]

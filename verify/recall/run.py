@@ -7,7 +7,7 @@ needle: memory does not grow with their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,71 +16,28 @@ from torch import Tensor
 
 from needlepoint.optimized.protocol.interface import INDEX, MAIN, Candidate, Observed
 from needlepoint.optimized.protocol.optional import ComputesRows
-from needlepoint.reference.config import ModelConfig
 from needlepoint.reference.profile import Arithmetic
-from needlepoint.reference.weights import LayerWeights
 from needlepoint.verify.base.memory import trim_malloc
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.base.workers import Budget, workers
-from needlepoint.verify.inputs.recall_needles import Needle
 from needlepoint.verify.judge.candidate_run import blamed
 from needlepoint.verify.layout.stored_rows import replayable
 from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.recall.attention import PickPrice, Prices
 from needlepoint.verify.recall.causes import ATTENUATED, Cause, explain, mapped_rows
-from needlepoint.verify.recall.margins import MarginTally
-from needlepoint.verify.recall.outcomes import (
-    Outcome,
-    Setting,
-    outcomes,
-    smaller_ks,
+from needlepoint.verify.recall.model import MakePrompt, RecallModel
+from needlepoint.verify.recall.outcomes import MarginTally, Outcome, outcomes
+from needlepoint.verify.recall.queries import (
+    LayerReference,
+    NeedleQueries,
+    candidate_outputs,
+    project_request,
 )
-from needlepoint.verify.recall.reference import reference_scores
-from needlepoint.verify.recall.rows import GivenRows, candidate_rows, given_rows
 
 SIDE_BY_SIDE: Final = 12_288
 """Tokens of all prompts that run at a time; a longer prompt runs alone."""
 ATTENUATION = 0.5
 """A picked needle with less than this part of its attention left is reported as attenuated."""
-
-
-@dataclass(frozen=True)
-class NeedlePrompt:
-    """One request and its needles.
-
-    Attributes
-    ----------
-    setting
-        What it was made for.
-    needles
-        In any order, one query each.
-    hidden
-        Hidden states of a layer: bf16 ``[length, hidden_size]``.
-    """
-
-    setting: Setting
-    needles: tuple[Needle, ...]
-    hidden: Callable[[int], Tensor]
-
-
-@dataclass(frozen=True)
-class RecallModel:
-    """The layers that prompts go through.
-
-    Attributes
-    ----------
-    config, layers
-        Shapes, and layers of ratio 4.
-    weights
-        Makes the weights of a layer.
-    seed
-        Of page permutations.
-    """
-
-    config: ModelConfig
-    layers: tuple[int, ...]
-    weights: Callable[[int], LayerWeights]
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +78,7 @@ class Gathered:
 
 
 def run_prompts(
-    prompts: Sequence[Callable[[], NeedlePrompt]],
+    prompts: Sequence[MakePrompt],
     model: RecallModel,
     candidates: Sequence[Candidate],
     contract: Arithmetic,
@@ -151,21 +108,27 @@ def run_prompts(
         If a prompt cannot be made or a candidate fails.
     """
     progress.start("recall: prompts", len(prompts))
-    layers = {layer: model.weights(layer) for layer in model.layers}
+    layers = [
+        LayerReference(model.config, layer, model.weights(layer), contract)
+        for layer in model.layers
+    ]
+    whole = not all(isinstance(candidate, ComputesRows) for candidate in candidates)
     budget = Budget(SIDE_BY_SIDE)
 
-    def one(make: Callable[[], NeedlePrompt]) -> list[Gathered]:
+    def one(make: MakePrompt) -> list[Gathered]:
         prompt = make()
         found = [Gathered() for _ in candidates]
         with budget.hold(prompt.setting.length):
-            for layer, weights in layers.items():
-                _run_layer(prompt, layer, weights, model, candidates, contract, limits, found)
+            for layer in layers:
+                queries = project_request(prompt, layer, model.seed, whole=whole)
+                _run_candidates(queries, candidates, limits, found)
+                del queries
             trim_malloc()
         progress.advance()
         return found
 
     # A candidate that runs whole layers may hold a device, or much memory: one at a time.
-    if all(isinstance(c, ComputesRows) and c.info.device == "cpu" for c in candidates):
+    if not whole and all(candidate.info.device == "cpu" for candidate in candidates):
         with workers() as pool:
             parts = pool.map(one, prompts)
     else:
@@ -173,33 +136,22 @@ def run_prompts(
     return [join(part[i] for part in parts) for i in range(len(candidates))]
 
 
-def _run_layer(
-    prompt: NeedlePrompt,
-    layer: int,
-    weights: LayerWeights,
-    model: RecallModel,
+def _run_candidates(
+    queries: NeedleQueries,
     candidates: Sequence[Candidate],
-    contract: Arithmetic,
     limits: Limits,
     found: Sequence[Gathered],
 ) -> None:
-    positions = torch.tensor([needle.query for needle in prompt.needles])
-    hidden = prompt.hidden(layer)
-    given = given_rows(model.config, layer, weights, hidden, positions, model.seed)
-    reference = reference_scores(given, contract)
     for candidate, gathered in zip(candidates, found, strict=True):
-        own = candidate_rows(candidate, given)
-        with blamed(candidate.info.name, layer):
-            judge_prompt(prompt, given, candidate, own, reference, contract, limits, gathered)
+        outputs = candidate_outputs(candidate, queries)
+        with blamed(candidate.info.name, queries.inputs.layer):
+            judge_queries(queries, candidate, outputs, limits, gathered)
 
 
-def judge_prompt(
-    prompt: NeedlePrompt,
-    given: GivenRows,
+def judge_queries(
+    queries: NeedleQueries,
     candidate: Candidate,
-    own: Observed,
-    reference: Tensor,
-    contract: Arithmetic,
+    outputs: Observed,
     limits: Limits,
     gathered: Gathered,
 ) -> None:
@@ -207,14 +159,12 @@ def judge_prompt(
 
     Parameters
     ----------
-    prompt, given
+    queries
         What was asked.
-    candidate, own
+    candidate, outputs
         Who answered, and its rows.
-    reference
-        ``[rows, entries]``, the contract's scores.
-    contract, limits
-        For prices and causes.
+    limits
+        For causes.
     gathered
         Where it is added.
 
@@ -223,39 +173,30 @@ def judge_prompt(
     ValueError
         If the candidate has no picks.
     """
-    k, visible = given.inputs.topk, given.visible
-    picks, rows = own.topk, len(prompt.needles)
+    k, picks = queries.inputs.topk, outputs.topk
     if picks is None:
         raise ValueError("no picks; recall needs the stage index.topk")
     scores = None
-    if own.scores is not None:
-        scores = masked(own.scores(0, 0, rows), visible)
-    found = outcomes(
-        prompt.setting,
-        given.layer,
-        prompt.needles,
-        visible,
-        given.inputs.ratio,
-        picks,
-        scores,
-        reference,
-        smaller_ks(k),
-    )
+    if outputs.scores is not None:
+        scores = masked(outputs.scores(0, 0, len(picks)), queries.visible)
+    found = outcomes(queries, picks, scores)
     gathered.outcomes += found
-    if INDEX in own.stored:
-        paged = own.stored[INDEX]
+    if INDEX in outputs.stored:
+        paged = outputs.stored[INDEX]
         gathered.row_bytes = paged.pool.shape[1] / paged.page_size
     if scores is not None:
-        for row in range(rows):
-            gathered.margins.add(scores[row], reference[row], picks[row], int(visible[row]), k)
+        for row, outcome in enumerate(found):
+            reference = queries.scores[row]
+            gathered.margins.add(scores[row], reference, picks[row], outcome.visible, k)
     counted = [(row, o) for row, o in enumerate(found) if o.exercised(k) and not o.windowed]
     missed = [(row, o) for row, o in counted if not o.hits[k]]
-    causes = explain(given, candidate.info, own, missed, limits)
+    causes = explain(queries, candidate.info, outputs, missed, limits)
     main = None
-    if MAIN in own.stored:
-        main = replayable(mapped_rows(own.stored[MAIN], width=given.config.head_dim).rows.values)
+    if MAIN in outputs.stored:
+        width = queries.reference.config.head_dim
+        main = replayable(mapped_rows(outputs.stored[MAIN], width=width).rows.values)
         gathered.main_rows = True
-    prices = Prices(given, contract, picks, reference, main)
+    prices = Prices(queries, picks, main)
     for row, outcome in missed:
         price = prices.of(row, outcome) if outcome.reference_hits[k] else None
         gathered.misses.append(Miss(outcome, causes[row], price))
@@ -279,7 +220,7 @@ def join(parts: Iterable[Gathered]) -> Gathered:
     for part in parts:
         whole.outcomes += part.outcomes
         whole.misses += part.misses
-        whole.margins.merge([part.margins])
+        whole.margins.merge(part.margins)
         whole.row_bytes = part.row_bytes if whole.row_bytes is None else whole.row_bytes
         whole.main_rows |= part.main_rows
         whole.label = whole.label or part.label

@@ -7,8 +7,7 @@ from collections.abc import Hashable, Sequence
 from statistics import median
 
 from needlepoint.verify.recall.causes import ATTENUATED, CAUSES
-from needlepoint.verify.recall.margins import MARGINS
-from needlepoint.verify.recall.outcomes import Outcome
+from needlepoint.verify.recall.outcomes import MARGINS, Outcome
 from needlepoint.verify.recall.run import Gathered, Miss
 from needlepoint.verify.recall.stats import (
     Pairs,
@@ -190,7 +189,7 @@ def _layers(outcomes: Sequence[Outcome], k: int) -> tuple[RecallLayer, ...]:
         members = [o for o in outcomes if o.layer == layer]
         pairs = _pairs(members, k)
         ranks = [o.rank for o in members if o.rank is not None]
-        meant = [o.reference_rank for o in members if o.reference_rank is not None]
+        expected = [o.reference_rank for o in members if o.reference_rank is not None]
         found.append(
             RecallLayer(
                 layer=layer,
@@ -198,7 +197,7 @@ def _layers(outcomes: Sequence[Outcome], k: int) -> tuple[RecallLayer, ...]:
                 hits=pairs.hits,
                 reference_hits=pairs.reference_hits,
                 rank_median=float(median(ranks)) if ranks else None,
-                reference_rank_median=float(median(meant)) if meant else None,
+                reference_rank_median=float(median(expected)) if expected else None,
             )
         )
     return tuple(found)

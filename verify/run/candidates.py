@@ -17,8 +17,8 @@ from needlepoint.verify.judge.repeat import RepeatTally
 from needlepoint.verify.judge.results.layers import uncompressed_layer
 from needlepoint.verify.judge.results.stages import row_tensors
 from needlepoint.verify.judge.results.verdicts import candidate_verdict, first_divergence
+from needlepoint.verify.recall.marked import input_recall
 from needlepoint.verify.recall.run import Gathered, join
-from needlepoint.verify.recall.verify import input_recall
 from needlepoint.verify.schema.result import (
     CandidateResult,
     FormatCost,

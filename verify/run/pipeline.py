@@ -21,7 +21,7 @@ from needlepoint.verify.judge.results.layers import layer_result
 from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.judge.results.verdicts import count_stages, first_divergence
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.recall.verify import layer_recall
+from needlepoint.verify.recall.marked import layer_recall
 from needlepoint.verify.run.candidates import CandidateOutcome, candidate_result
 from needlepoint.verify.run.distributed import share_out
 from needlepoint.verify.run.failures_saved import SavedFailures
@@ -171,7 +171,7 @@ def _run_layer(
             outcome.repeat.add(layer, again)
     require_apart(layer, {candidate.info.name: part for candidate, part in observed})
     found = run.judge(observed, progress, swap=options.swap)
-    recalls = layer_recall(inputs, layer, observed, CONTRACTS[options.contract], options.limits)
+    recalls = layer_recall(inputs, run, observed, CONTRACTS[options.contract], options.limits)
     require_unchanged(before, run.given, [candidate.info.name for candidate in candidates])
     for outcome, recall in zip(outcomes, recalls, strict=True):
         outcome.add_recall(recall, run.given.topk)

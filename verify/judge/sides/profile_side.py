@@ -172,9 +172,10 @@ class KeyReferences:
 
     def of(self, arithmetic: Arithmetic) -> dict[str, KeyReference]:
         """Return the reference of each key path under a profile."""
-        return {path: self._of(path, arithmetic) for path in key_paths(self._inputs)}
+        return {path: self.path(path, arithmetic) for path in key_paths(self._inputs)}
 
-    def _of(self, path: str, arithmetic: Arithmetic) -> KeyReference:
+    def path(self, path: str, arithmetic: Arithmetic) -> KeyReference:
+        """Return the reference of one key path under a profile."""
         key = (path, *(getattr(arithmetic, name) for name in _BEFORE_STORE))
         if key not in self._kept:
             self._kept[key] = key_reference(path, self._inputs, arithmetic)

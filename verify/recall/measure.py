@@ -1,34 +1,33 @@
-"""``needlepoint recall``: the grid over shipped passages, or the needles of a recording."""
+"""``needlepoint recall``: the grid over shipped passages, or the needles of a recording.
+
+Beside the recall of a format stands what it costs: bytes of its keys, transients of its scoring.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from needlepoint.optimized.protocol.interface import Candidate
+from needlepoint.optimized.protocol.optional import MeasuresPrompts
+from needlepoint.reference.config import MODELS
 from needlepoint.reference.profile import CONTRACTS
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.memory_law import transient_law
+from needlepoint.verify.judge.memory_law import PROMPT_HEADS, PROMPT_TOKENS, transient_law
 from needlepoint.verify.judge.profiles import profile_of
 from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.recall.cost import MEMORY_BYTES, recall_cost
-from needlepoint.verify.recall.grid import (
-    Grid,
-    MakePrompt,
-    grid_prompts,
-    input_model,
-    recording_prompts,
-    trained_model,
-)
-from needlepoint.verify.recall.model import LABEL, load_trained
+from needlepoint.verify.recall.grid import Grid, grid_prompts
+from needlepoint.verify.recall.marked import marked_label, marked_model, marked_prompts
+from needlepoint.verify.recall.model import LABEL, MakePrompt, RecallModel, load_trained
 from needlepoint.verify.recall.pool import load_pool
-from needlepoint.verify.recall.run import Gathered, RecallModel, run_prompts
+from needlepoint.verify.recall.run import Gathered, run_prompts
 from needlepoint.verify.recall.tally import recall_result
-from needlepoint.verify.recall.verify import marked_label
 from needlepoint.verify.schema.environment import collect_environment
+from needlepoint.verify.schema.recall import RecallCost
 from needlepoint.verify.schema.result import (
     CANNOT_JUDGE,
     MATCH,
@@ -44,6 +43,9 @@ from needlepoint.verify.schema.result import (
     Result,
 )
 
+MEMORY_BYTES: Final = 8 << 30
+LAYERS: Final = MODELS["v4-flash"].compress_ratios.count(4)
+_UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 MEASURED: Final = "recall measured, no stage judged"
 NOTHING: Final = (
     "no needle was exercised: every query saw at most k entries or reads it through its window"
@@ -52,19 +54,7 @@ NOTHING: Final = (
 
 @dataclass(frozen=True)
 class RecallSource:
-    """What recall is measured on.
-
-    Attributes
-    ----------
-    prompts, model
-        Prompts with needles, and the layers that they go through.
-    info
-        As it stands in the result.
-    distractors
-        Density of the top-level figures.
-    label
-        What the figures are of.
-    """
+    """What recall is measured on; ``distractors`` is the density of the top-level figures."""
 
     prompts: list[MakePrompt]
     model: RecallModel
@@ -81,11 +71,11 @@ def grid_source(grid: Grid, layers: Sequence[int] | None) -> RecallSource:
     ValueError
         If the pool is not usable or cannot fill a length.
     """
-    pool, trained = load_pool(grid.passages), load_trained()
-    if pool.states.shape[1] != trained.config.hidden_size:
+    pool, model = load_pool(grid.passages), load_trained(layers, grid.seed)
+    if pool.states.shape[1] != model.config.hidden_size:
         raise ValueError(
             f"passages {pool.name}: states are {pool.states.shape[1]} wide, the shipped indexer "
-            f"reads {trained.config.hidden_size}"
+            f"reads {model.config.hidden_size}"
         )
     prompts = grid_prompts(grid, pool)
     info = InputInfo(
@@ -93,10 +83,9 @@ def grid_source(grid: Grid, layers: Sequence[int] | None) -> RecallSource:
         sha256=pool.sha256,
         tokens=max(length.tokens for length in grid.lengths),
         requests=len(prompts),
-        model=trained.config.name,
+        model=model.config.name,
         seed=grid.seed,
     )
-    model = trained_model(trained, layers, grid.seed)
     return RecallSource(prompts, model, info, grid.distractors[0], LABEL)
 
 
@@ -117,7 +106,7 @@ def input_source(inputs: Inputs) -> RecallSource:
         seed=inputs.seed,
     )
     label = marked_label(inputs)
-    return RecallSource(recording_prompts(inputs), input_model(inputs), info, 0, label)
+    return RecallSource(marked_prompts(inputs), marked_model(inputs), info, 0, label)
 
 
 def measure_recall(
@@ -162,12 +151,26 @@ def measure_recall(
     return PipelineOutput(result, {})
 
 
+def parse_memory(text: str) -> int:
+    """Return the bytes of ``8GiB``.
+
+    Raises
+    ------
+    ValueError
+        Where the text has another form.
+    """
+    match = re.fullmatch(r"([0-9]{1,15})(KiB|MiB|GiB|)", text.replace(" ", ""))
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"--memory {text!r}: expected a size such as 8GiB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
 def _candidate(
     candidate: Candidate, found: Gathered, source: RecallSource, memory: int
 ) -> CandidateResult:
     info, profile, config = candidate.info, profile_of(candidate.info), source.model.config
     recall = recall_result(found, config.index_topk, source.distractors, source.label)
-    recall = recall.model_copy(update={"cost": recall_cost(candidate, found.row_bytes, memory)})
+    recall = recall.model_copy(update={"cost": _cost(candidate, found.row_bytes, memory)})
     a_token = None if found.row_bytes is None else found.row_bytes / 4
     return CandidateResult.model_validate(
         {
@@ -187,4 +190,22 @@ def _candidate(
             "format_cost": FormatCost(cache_bytes_per_token=a_token),
             "memory": MemoryResult(peak_transient_bytes=None, law=transient_law(candidate)),
         }
+    )
+
+
+def _cost(candidate: Candidate, key_bytes: float | None, memory: int) -> RecallCost:
+    """Return whether the format can be afforded: ``memory`` bytes filled with its index keys."""
+    measured = predicted = None
+    if isinstance(candidate, MeasuresPrompts):
+        measured, predicted = candidate.prompt_transients(PROMPT_TOKENS, PROMPT_HEADS)
+    a_token = None if key_bytes is None else key_bytes / 4
+    return RecallCost(
+        key_bytes=key_bytes,
+        bytes_per_token=a_token,
+        layers=LAYERS,
+        memory_bytes=memory,
+        tokens_that_fit=None if a_token is None else int(memory / (a_token * LAYERS)),
+        prompt_tokens=PROMPT_TOKENS,
+        transient_measured=measured,
+        transient_predicted=predicted,
     )
