@@ -18,7 +18,7 @@ from needlepoint.optimized.protocol.interface import (
     Observed,
     StageKey,
 )
-from needlepoint.reference import main_attention, projections
+from needlepoint.reference import linear, main_attention, projections
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import BF16_CONTRACT, CONTRACTS, EXACT
 from needlepoint.reference.topk import visible_entries
@@ -33,7 +33,7 @@ from needlepoint.verify.recall.queries import LayerReference, project_request
 from needlepoint.verify.recall.run import Gathered, run_prompts
 from needlepoint.verify.run.pipeline import verify
 
-LENGTH = 700
+LENGTH = 560
 PER_TOKEN = ("index.wkv", "index.wgate", "main.wkv", "main.wgate")
 QUERIES = ("wq_a", "index_wq_b", "weights_proj")
 
@@ -80,7 +80,7 @@ def prompt(model: RecallModel, needles: tuple[Needle, ...]) -> NeedlePrompt:
 def projected(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """Count the tokens that go through each weight, by the address of its bytes."""
     counts: Counter[int] = Counter()
-    real = projections.project
+    real = linear.project
 
     def counted(x: Tensor, weight: Tensor, *arguments: object, **named: object) -> Tensor:
         counts[weight.data_ptr()] += len(x)
@@ -92,7 +92,7 @@ def projected(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
 
 def named(weights: LayerWeights) -> dict[int, str]:
-    found = {}
+    found: dict[int, str] = {}
     for name, value in vars(weights).items():
         parts = {name: value} if isinstance(value, Tensor) else {}
         if name in ("index", "main"):
