@@ -7,7 +7,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from needlepoint.optimized.emulation.keyside import KeySide
+from needlepoint.optimized.emulation.keyside import KeySide, key_and_query_stages
 from needlepoint.optimized.emulation.memory import measure_law
 from needlepoint.optimized.emulation.narrow import store_bf16, store_main_fp8
 from needlepoint.optimized.emulation.preconditions import (
@@ -33,7 +33,6 @@ from needlepoint.optimized.protocol.interface import (
     Observed,
     PagedRows,
     StageKey,
-    key_and_query_stages,
 )
 from needlepoint.optimized.protocol.optional import TransientLaw
 from needlepoint.optimized.protocol.serving import CacheSpec, LayerParameters

@@ -25,6 +25,7 @@ from needlepoint.optimized.cuda.steps import store_in_steps
 from needlepoint.optimized.cuda.store import PagedPool, store
 from needlepoint.optimized.cuda.topk import topk
 from needlepoint.optimized.cuda.weights import StoreWeights
+from needlepoint.optimized.emulation.keyside import key_and_query_stages
 from needlepoint.optimized.emulation.pages import allocate, page_rows
 from needlepoint.optimized.emulation.preconditions import require_preconditions
 from needlepoint.optimized.emulation.specification import SPEC_VERSION
@@ -39,7 +40,6 @@ from needlepoint.optimized.protocol.interface import (
     QueryInputs,
     QueryRows,
     StageKey,
-    key_and_query_stages,
 )
 from needlepoint.optimized.protocol.serving import CacheSpec, CannotServe, LayerParameters
 from needlepoint.optimized.serving.cache import new_cache

@@ -14,12 +14,34 @@ from needlepoint.optimized.emulation.narrow import StoredRows
 from needlepoint.optimized.emulation.pages import allocate, page_rows, write_rows
 from needlepoint.optimized.emulation.parallel import over_blocks
 from needlepoint.optimized.protocol.interface import (
-    DENSE,
     INDEX,
     MAIN,
+    QUERY,
     CompressorInputs,
     LayerInputs,
+    StageKey,
 )
+
+DENSE = {MAIN: ("pooled", "normed", "roped"), INDEX: ("pooled", "normed", "roped", "rotated")}
+"""What the fused path computes before the store, in order, by path."""
+
+
+def key_and_query_stages(ratio: int, *, dense: bool) -> frozenset[StageKey]:
+    """Return the stages of a whole layer as the fused path computes it.
+
+    Parameters
+    ----------
+    ratio
+        4 has an indexer, 128 none; any other ratio has no compressor.
+    dense
+        Whether the stages before the store are among them.
+    """
+    paths = {4: (MAIN, INDEX), 128: (MAIN,)}.get(ratio, ())
+    out = {(path, stage) for path in paths for stage in (*(DENSE[path] if dense else ()), "stored")}
+    if INDEX in paths:
+        out |= {(INDEX, "scores"), (INDEX, "topk"), (QUERY, "query"), (QUERY, "weights")}
+    return frozenset(out)
+
 
 Step = Callable[[EntryBlock], None]
 

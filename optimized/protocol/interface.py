@@ -15,31 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.protocol.stage_keys import INDEX as INDEX
-from needlepoint.optimized.protocol.stage_keys import MAIN as MAIN
-from needlepoint.optimized.protocol.stage_keys import QUERY as QUERY
-from needlepoint.optimized.protocol.stage_keys import StageKey as StageKey
+from needlepoint.optimized.protocol.stages import INDEX as INDEX
+from needlepoint.optimized.protocol.stages import MAIN as MAIN
+from needlepoint.optimized.protocol.stages import QUERY as QUERY
+from needlepoint.optimized.protocol.stages import StageKey as StageKey
 from needlepoint.reference.formats.names import RopeLayout
-
-DENSE = {MAIN: ("pooled", "normed", "roped"), INDEX: ("pooled", "normed", "roped", "rotated")}
-"""Stages of the key side before the store, in order, by path."""
-
-
-def key_and_query_stages(ratio: int, *, dense: bool) -> frozenset[StageKey]:
-    """Return the stages of a whole layer: stored rows, query, scores and picks.
-
-    Parameters
-    ----------
-    ratio
-        4 has an indexer, 128 none; any other ratio has no compressor.
-    dense
-        Whether the stages of :data:`DENSE` are among them.
-    """
-    paths = {4: (MAIN, INDEX), 128: (MAIN,)}.get(ratio, ())
-    out = {(path, stage) for path in paths for stage in (*(DENSE[path] if dense else ()), "stored")}
-    if INDEX in paths:
-        out |= {(INDEX, "scores"), (INDEX, "topk"), (QUERY, "query"), (QUERY, "weights")}
-    return frozenset(out)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from needlepoint.verify.base.stages import STAGES
+from needlepoint.optimized.protocol.stages import STAGES
 from needlepoint.verify.numerics import error_model
 from needlepoint.verify.numerics.error_model import ACCUMULATORS, Constant
 from needlepoint.verify.numerics.limits import Limits

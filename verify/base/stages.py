@@ -1,18 +1,26 @@
-"""The stages of a layer: their order, what feeds what, how many rows each has, and its kind.
+"""The stages of a layer as the judge sees them: order, rows and kind, read from the registry.
 
-A stage is named by ``(path, stage)``. Which stages a layer has depends on its compression ratio
-alone: 4 (compressor, indexer and attention), 128 (compressor and attention), 1 (an indexer with a
-key for every token, no compressor) or 0 (attention over the window). ``input`` and ``attention``
-belong to no path of their own and stand under ``main``.
+Which stages a layer has depends on its compression ratio alone: 4 (compressor, indexer and
+attention), 128 (compressor and attention), 1 (an indexer with a key for every token, no compressor)
+or 0 (attention over the window). ``input`` and ``attention`` belong to no path of their own and
+stand under ``main``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Final, get_args
+from typing import Final
 
-from needlepoint.optimized.protocol.stage_keys import INDEX, MAIN, QUERY, StageKey
-from needlepoint.verify.schema.base import Kind, StageName
+from needlepoint.optimized.protocol.stages import (
+    PATHS,
+    REGISTRY,
+    STAGES,
+    Feeds,
+    StageKey,
+    stage_named,
+)
+from needlepoint.optimized.protocol.stages import RATIOS as RATIOS
+from needlepoint.verify.schema.base import Kind
 
 INPUT: Final = "input"
 PROJECTED: Final = "projected"
@@ -27,53 +35,11 @@ SCORES: Final = "scores"
 TOPK: Final = "topk"
 ATTENTION: Final = "attention"
 
-STAGES: tuple[str, ...] = get_args(StageName)
-"""Every stage name, in the order in which a token passes them."""
-
-PATHS: tuple[str, ...] = (INDEX, MAIN, QUERY)
-
 GIVEN: Final[Kind] = "given"
 COMPARED: Final[Kind] = "compared"
 CONSEQUENCE: Final[Kind] = "consequence"
 NOT_COVERED: Final[Kind] = "not covered"
 SKIPPED: Final[Kind] = "skipped"
-
-RATIOS: tuple[int, ...] = (0, 1, 4, 128)
-
-_KEY_SIDE = frozenset({POOLED, NORMED, ROPED, ROTATED, STORED})
-_COMMON_INPUT = frozenset({INPUT, PROJECTED})
-
-_MAIN_FEEDS: dict[StageKey, tuple[StageKey, ...]] = {
-    (MAIN, INPUT): (),
-    (MAIN, PROJECTED): ((MAIN, INPUT),),
-    (MAIN, POOLED): ((MAIN, PROJECTED),),
-    (MAIN, NORMED): ((MAIN, POOLED),),
-    (MAIN, ROPED): ((MAIN, NORMED),),
-    (MAIN, STORED): ((MAIN, ROPED),),
-}
-_INDEXER_FEEDS: dict[StageKey, tuple[StageKey, ...]] = {
-    (INDEX, PROJECTED): ((MAIN, INPUT),),
-    (QUERY, PROJECTED): ((MAIN, INPUT),),
-    (INDEX, ROPED): ((INDEX, NORMED),),
-    (INDEX, ROTATED): ((INDEX, ROPED),),
-    (INDEX, STORED): ((INDEX, ROTATED),),
-    (QUERY, QUERIES): ((QUERY, PROJECTED),),
-    (QUERY, WEIGHTS): ((QUERY, PROJECTED),),
-    (INDEX, SCORES): ((INDEX, STORED), (QUERY, QUERIES), (QUERY, WEIGHTS)),
-    (INDEX, TOPK): ((INDEX, SCORES),),
-}
-_FEEDS: dict[int, dict[StageKey, tuple[StageKey, ...]]] = {
-    0: {(MAIN, INPUT): (), (MAIN, ATTENTION): ((MAIN, INPUT),)},
-    1: _INDEXER_FEEDS | {(MAIN, INPUT): (), (INDEX, NORMED): ((INDEX, PROJECTED),)},
-    4: _MAIN_FEEDS
-    | _INDEXER_FEEDS
-    | {
-        (INDEX, POOLED): ((INDEX, PROJECTED),),
-        (INDEX, NORMED): ((INDEX, POOLED),),
-        (MAIN, ATTENTION): ((MAIN, INPUT), (MAIN, STORED), (INDEX, TOPK)),
-    },
-    128: _MAIN_FEEDS | {(MAIN, ATTENTION): ((MAIN, INPUT), (MAIN, STORED))},
-}
 
 
 def stage_order(key: StageKey) -> tuple[int, int]:
@@ -118,8 +84,7 @@ def feeds(key: StageKey, ratio: int) -> tuple[StageKey, ...]:
 
 def is_key_side(key: StageKey) -> bool:
     """Return whether rows of the stage are compressed entries rather than tokens."""
-    path, stage = key
-    return path != QUERY and stage in _KEY_SIDE
+    return stage_named(key[1]).rows == "entries"
 
 
 def rows_expected(key: StageKey, lengths: Sequence[int], ratio: int) -> int:
@@ -165,12 +130,12 @@ def stage_kind(key: StageKey, brought: Collection[StageKey]) -> Kind:
         unless the candidate brings its own.
     """
     stage_order(key)
-    stage = key[1]
-    if stage == ATTENTION:
+    kind = stage_named(key[1]).kind
+    if kind == CONSEQUENCE:
         return CONSEQUENCE
     if key in brought:
         return COMPARED
-    return GIVEN if stage in _COMMON_INPUT else NOT_COVERED
+    return GIVEN if kind == GIVEN else NOT_COVERED
 
 
 def require_declared(
@@ -204,9 +169,15 @@ def require_declared(
 
 
 def _feeds(ratio: int) -> dict[StageKey, tuple[StageKey, ...]]:
-    if ratio not in _FEEDS:
+    """Return every stage of a layer and what it is computed from."""
+    if ratio not in RATIOS:
         raise ValueError(f"compression ratio {ratio}: expected one of 0, 1, 4 and 128")
-    return _FEEDS[ratio]
+    nothing: Feeds = {}
+    return {
+        (path, stage.name): before
+        for stage in REGISTRY
+        for path, before in stage.feeds.get(ratio, nothing).items()
+    }
 
 
 def _check_stage(key: StageKey, ratio: int) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import get_args
 
-from needlepoint.optimized.protocol.stage_keys import StageKey
+from needlepoint.optimized.protocol.stages import StageKey
 from needlepoint.verify.base.stages import RATIOS, declared_stages, stage_order
 from needlepoint.verify.schema.result import Contract
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from needlepoint.verify.base.stages import STAGES, is_key_side
+from needlepoint.optimized.protocol.stages import STAGES
+from needlepoint.verify.base.stages import is_key_side
 
 Select = Callable[[tuple[Any, ...], dict[str, Any], Any], Tensor]
 """``select(args, kwargs, output)`` of a module's call returns the tensor to keep."""

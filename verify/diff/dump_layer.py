@@ -20,12 +20,13 @@ from needlepoint.optimized.protocol.interface import (
     QueryRows,
     StageKey,
 )
+from needlepoint.optimized.protocol.stages import dense_stages
+from needlepoint.verify.base.stage_tensors import check_outputs
 from needlepoint.verify.base.stages import INPUT, PROJECTED, SCORES, STORED, is_key_side
 from needlepoint.verify.diff.align import read_alignment
 from needlepoint.verify.diff.files import DumpError, DumpFiles
 from needlepoint.verify.diff.mapping import Mapping, Pages, Source
 from needlepoint.verify.diff.pages import checked_table, entries_of, paged_rows
-from needlepoint.verify.judge.candidate_run import check_observed
 
 _QUERY_PARTS = ("query.query.codes", "query.weights")
 
@@ -73,8 +74,8 @@ class LayerReader:
         tables = {path: self._table(path, pages) for path, pages in places.items()}
         dense = {
             (path, stage): rows
-            for path in (INDEX, MAIN)
-            for stage in ("pooled", "normed", "roped", "rotated")
+            for path in known
+            for stage in dense_stages(path, self._base.ratio)
             if (rows := self._rows((path, stage))) is not None
         }
         given = self._given()
@@ -90,7 +91,7 @@ class LayerReader:
         if observed.attention is not None:
             self._brought.add((MAIN, "attention"))
         try:
-            check_observed(given, observed)
+            check_outputs(given, observed)
         except ValueError as error:
             raise DumpError(f"dump {self._files.directory}: {error}") from error
         return DumpLayer(

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
+from needlepoint.optimized.protocol.stages import REGISTRY
 from needlepoint.verify.diff.files import DumpError
 from needlepoint.verify.layout.geometry import LAYOUTS
 from needlepoint.verify.recording.manifest import ManifestPart, Requests, first_fault, read_bounded
@@ -18,19 +19,14 @@ from needlepoint.verify.recording.manifest import ManifestPart, Requests, first_
 MAPPING_FILE: Final = "needlepoint-dump.toml"
 MAX_BYTES: Final = 1 << 20
 
-ROWS: Final = (
-    "main.input",
-    *(f"{path}.projected.{part}" for path in ("index", "main") for part in ("kv", "score")),
-    "query.projected.q",
-    "query.projected.weights",
-    *(f"{path}.{stage}" for path in ("index", "main") for stage in ("pooled", "normed", "roped")),
-    "index.rotated",
-    "query.query.codes",
-    "query.query.scales",
-    "query.weights",
-    "index.scores",
-    "index.topk",
-    "main.attention",
+ROWS: Final = tuple(
+    dict.fromkeys(
+        ".".join(part for part in (path, stage.name, tensor.dumped_part) if part)
+        for stage in REGISTRY
+        for path in stage.paths
+        for tensor in stage.tensors_of(path)
+        if tensor.dumped
+    )
 )
 """Tensors that have a row for each token or entry."""
 

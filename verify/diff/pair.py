@@ -17,13 +17,13 @@ from needlepoint.optimized.protocol.interface import (
     StageKey,
 )
 from needlepoint.reference.profile import Precision
+from needlepoint.verify.base.stage_tensors import returned_stages
 from needlepoint.verify.base.stages import INPUT, PROJECTED
 from needlepoint.verify.diff.byte_compare import equal_rows
 from needlepoint.verify.numerics.compare import compare_dense
 from needlepoint.verify.numerics.error_bound import ErrorBound
 from needlepoint.verify.numerics.error_model import PROJECTION, U
 from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
-from needlepoint.verify.recording.layer import layer_record
 from needlepoint.verify.recording.recording import RecordingError
 
 LATENT = 2.0**-6
@@ -57,7 +57,7 @@ class LayerPair:
         """Stages that both sides brought, what both were given among them."""
         if self.brought is not None:
             return self.brought
-        return frozenset(layer_record(self.own_given(), self.own).stages)
+        return frozenset(returned_stages(self.own_given(), self.own))
 
 
 def require_same_constants(pair: LayerPair) -> None:

@@ -1,8 +1,8 @@
 """Run one candidate on one layer and hold it to the protocol: no verdict on one that breaks it.
 
 Whatever goes wrong in foreign code becomes one error that names the candidate and the layer. What
-it returned is checked against the rules that recordings obey, so that no comparison meets a shape
-or dtype that it does not expect.
+it returned is held to the registry of stages, so that no comparison meets a shape or dtype that it
+does not expect.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ from needlepoint.optimized.protocol.interface import (
     ScoreReader,
     StageKey,
 )
+from needlepoint.verify.base.stage_tensors import check_outputs, returned_stages
 from needlepoint.verify.base.stages import ATTENTION, INPUT, PROJECTED, declared_stages
 from needlepoint.verify.inputs.layer_inputs import changed_tensors, fingerprint
 from needlepoint.verify.judge.degenerate import require_own_memory
-from needlepoint.verify.recording.file import dtype_name
-from needlepoint.verify.recording.layer import layer_record, layer_sources
-from needlepoint.verify.recording.manifest import LayerRecord, TensorRecord
-from needlepoint.verify.recording.rules import check_layer
 
 
 class CandidateFailed(ValueError):
@@ -120,7 +117,7 @@ def missing_stages(
     candidate: Candidate, given: LayerInputs, observed: Observed
 ) -> tuple[StageKey, ...]:
     """Return the stages that a candidate declares and did not return, in alphabetical order."""
-    returned = layer_record(given, observed).stages
+    returned = returned_stages(given, observed)
     return tuple(sorted(set(candidate.stages(given.ratio)) - set(returned)))
 
 
@@ -145,30 +142,10 @@ def blamed(candidate: str, layer: int) -> Iterator[None]:
         raise CandidateFailed(f"candidate {candidate}, layer {layer}{what}") from error
 
 
-def check_observed(given: LayerInputs, observed: Observed) -> LayerRecord:
-    """Check what was observed by the rules of recordings and return its manifest entry.
-
-    Raises
-    ------
-    ValueError
-        Naming a tensor of another shape or dtype than its stage has.
-    """
-    record = layer_record(given, observed)
-    tensors = {
-        # Only dtype and shape are looked at: nothing has a file.
-        name: TensorRecord.model_construct(
-            file="", dtype=dtype_name(source.dtype, name), shape=source.shape
-        )
-        for name, source in layer_sources(given, observed).items()
-    }
-    check_layer(record, given.lengths, tensors)
-    return record
-
-
 def _require_protocol(given: LayerInputs, declared: Collection[StageKey], observed: object) -> None:
     if not isinstance(observed, Observed):
         raise ValueError(f"run returned {type(observed).__name__}, expected Observed")
-    record = check_observed(given, observed)
+    returned = check_outputs(given, observed)
     known = declared_stages(given.ratio)
     for key in sorted(declared):
         if key not in known:
@@ -178,7 +155,7 @@ def _require_protocol(given: LayerInputs, declared: Collection[StageKey], observ
             )
     if (MAIN, ATTENTION) in declared and observed.attention is None:
         raise ValueError("stages() names main.attention and run did not return it")
-    for key in record.stages:
+    for key in returned:
         if key not in declared and key[1] not in (INPUT, PROJECTED):
             raise ValueError(
                 f"run returned stage {'.'.join(key)}, which is not declared; stages() must name "

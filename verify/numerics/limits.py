@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from needlepoint.verify.base.stages import STAGES
+from needlepoint.optimized.protocol.stages import REGISTRY, STAGES
 
 _MAX_BYTES = 64 * 1024
-_RADIUS = "of the a-priori radius"
 
 RELATIVE_FLOOR = 2.0**-126
 """Norm below which relative row errors are taken against the floor (smallest normal fp32)."""
@@ -49,47 +48,8 @@ class Limit:
         return ratio <= self.value
 
 
-_TABLE: dict[str, Limit] = {
-    "input": Limit(
-        1.0, _RADIUS, "the input is common to both sides: radius 0, any other value exceeds it"
-    ),
-    "projected": Limit(1.0, _RADIUS, "fp32 sum of n products in any order: 8 U sqrt(n) sum |x w|"),
-    "pooled": Limit(
-        1.0,
-        _RADIUS,
-        "fp32 softmax over the slots in any order: exponents, one exponential a tap and a rescale, "
-        "two sums, one division",
-    ),
-    "normed": Limit(
-        1.0, _RADIUS, "radius of pooled through x w / sqrt(mean x^2 + eps), plus 7 U and half a sum"
-    ),
-    "roped": Limit(1.0, _RADIUS, "radius of normed through the rotation, plus 2 U (|a c| + |b s|)"),
-    "rotated": Limit(
-        1.0, _RADIUS, "sum of the radii over the row / sqrt(128), plus seven adds and one product"
-    ),
-    "stored": Limit(
-        1.0,
-        _RADIUS,
-        "distance to the rounding cell of the stored code under the candidate's own scale; the "
-        "scale must follow from an amax within the radius",
-    ),
-    "query": Limit(1.0, _RADIUS, "as stored, from the projected query through RoPE and Hadamard"),
-    "weights": Limit(1.0, _RADIUS, "projection times a constant: 4 U"),
-    "scores": Limit(
-        1.0,
-        "of the a-priori bound",
-        "2^-20 sum |w| sum |q k| (fp32 accumulation), plus the code steps that the radii of key "
-        "and query leave open",
-    ),
-    "topk": Limit(
-        1.0,
-        "of the a-priori bounds of both scores",
-        "a swap is explained when the reference scores of the lost and the gained entry differ by "
-        "no more than the bounds of the two",
-    ),
-    "attention": Limit(
-        1.0, "not judged", "a consequence of rows and picks: reported, never counted"
-    ),
+_TABLE: Mapping[str, Limit] = {
+    stage.name: Limit(1.0, stage.limit_unit, stage.derivation) for stage in REGISTRY
 }
 
 
@@ -111,7 +71,7 @@ class Limits(Mapping[str, Limit]):
     @classmethod
     def default(cls) -> Limits:
         """Return the table as shipped."""
-        return cls(MappingProxyType({stage: _TABLE[stage] for stage in STAGES}))
+        return cls(MappingProxyType(_TABLE))
 
     @classmethod
     def load(cls, path: Path) -> Limits:

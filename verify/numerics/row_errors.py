@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.protocol.stage_keys import StageKey
+from needlepoint.optimized.protocol.stages import StageKey
 from needlepoint.reference.parallel import sized
 from needlepoint.verify.numerics.error_model import LEAN, U
 from needlepoint.verify.numerics.tally import join_tallies, no_tally

@@ -20,21 +20,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from needlepoint.verify.base.hostile_json import RecordingError
+from needlepoint.verify.base.stage_tensors import DTYPE_NAMES
 from needlepoint.verify.recording.safetensors_header import MAX_DIMS as MAX_DIMS
 from needlepoint.verify.recording.safetensors_header import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from needlepoint.verify.recording.safetensors_header import HeaderEntry as HeaderEntry
 from needlepoint.verify.recording.safetensors_header import read_header as read_header
 
-DTYPES: Final[dict[str, torch.dtype]] = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
-_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _CHUNK_BYTES: Final = 64 << 20
 
 
@@ -60,9 +52,9 @@ def dtype_name(dtype: torch.dtype, name: str) -> str:
     RecordingError
         For a dtype that recordings do not hold; ``name`` is the tensor to blame.
     """
-    if dtype not in _NAMES:
+    if dtype not in DTYPE_NAMES:
         raise RecordingError(f"tensor {name}: dtype {dtype}, expected one of {', '.join(DTYPES)}")
-    return _NAMES[dtype]
+    return DTYPE_NAMES[dtype]
 
 
 def read_tensor(path: Path, name: str, rows: slice | None = None) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     MAIN,
-    QUERY,
     CompressorInputs,
     LayerInputs,
     Observed,
@@ -23,21 +22,16 @@ from needlepoint.optimized.protocol.interface import (
     QueryInputs,
     QueryRows,
     ScoreReader,
-    StageKey,
     no_compressor,
 )
 from needlepoint.reference.formats.names import PER_TOKEN
+from needlepoint.verify.base.stage_tensors import output_tensors, returned_stages
 from needlepoint.verify.base.stages import (
     ATTENTION,
-    INPUT,
-    PROJECTED,
-    QUERIES,
     SCORES,
     STORED,
     TOPK,
-    WEIGHTS,
     is_key_side,
-    stage_order,
 )
 from needlepoint.verify.recording.file import TensorSource, tensor_source
 from needlepoint.verify.recording.manifest import (
@@ -60,14 +54,7 @@ def layer_record(inputs: LayerInputs, observed: Observed) -> LayerRecord:
     RecordingError
         Where a scalar or a stage is not one that a recording can hold.
     """
-    given = [(MAIN, INPUT), *((path, PROJECTED) for path in inputs.paths)]
-    given += [(QUERY, PROJECTED)] if inputs.query is not None else []
     query = observed.query
-    found: list[StageKey] = [*given, *observed.dense, *((path, STORED) for path in observed.stored)]
-    found += [(QUERY, QUERIES), (QUERY, WEIGHTS)] if query is not None else []
-    found += [(INDEX, SCORES)] if observed.scores is not None else []
-    found += [(INDEX, TOPK)] if observed.topk is not None else []
-    found += [(MAIN, ATTENTION)] if observed.attention is not None else []
     try:
         layouts = {
             path: PoolRecord.model_validate(
@@ -79,7 +66,7 @@ def layer_record(inputs: LayerInputs, observed: Observed) -> LayerRecord:
             {
                 "layer": inputs.layer,
                 "ratio": inputs.ratio,
-                "stages": tuple(sorted(found, key=stage_order)),
+                "stages": returned_stages(inputs, observed),
                 "layouts": layouts,
                 "query": None
                 if query is None
@@ -114,21 +101,7 @@ def layer_sources(inputs: LayerInputs, observed: Observed) -> dict[str, TensorSo
         tensors["query.projected.weights"] = inputs.query.weights
     for name, parameter in inputs.layer_weights.items():
         tensors[f"given.parameters.{name}"] = parameter
-    for (path, stage), rows in observed.dense.items():
-        tensors[f"{path}.{stage}"] = rows
-    for path, pool in observed.stored.items():
-        tensors[f"{path}.stored.pages"] = pool.pool
-        for request, table in enumerate(pool.page_table):
-            tensors[f"{path}.stored.page_table.{request}"] = table
-    if observed.query is not None:
-        tensors["query.query.codes"] = observed.query.codes
-        tensors["query.weights"] = observed.query.weights
-        if observed.query.scales is not None:
-            tensors["query.query.scales"] = observed.query.scales
-    if observed.topk is not None:
-        tensors["index.topk"] = observed.topk
-    if observed.attention is not None:
-        tensors["main.attention"] = observed.attention
+    tensors |= output_tensors(observed)
     prefix = f"layer{inputs.layer}."
     sources = {prefix + name: tensor_source(tensor) for name, tensor in tensors.items()}
     if observed.scores is not None:

@@ -26,9 +26,9 @@ from needlepoint.verify.recording.manifest import (
 )
 from needlepoint.verify.recording.rules import (
     SHARED_INPUT,
+    check_input,
     check_layer,
     input_name,
-    input_rule,
     layer_prefix,
 )
 
@@ -189,7 +189,7 @@ def _check_tensors(manifest: Manifest) -> None:
     for name, record in manifest.tensors.items():
         match = re.match(r"layer(0|[1-9][0-9]{0,8})\.", name)
         if name == SHARED_INPUT or (match and name == f"{match.group()}input"):
-            input_rule(manifest.requests).check(name, record)
+            check_input(name, record, manifest.requests)
         elif match is None or int(match.group(1)) not in layers:
             raise RecordingError(
                 f"tensor {name} belongs to no layer that the manifest declares; declared are "

@@ -8,51 +8,31 @@ them. Writer and reader apply the same rules.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from needlepoint.optimized.protocol.interface import INDEX, MAIN, QUERY, StageKey
+from needlepoint.optimized.protocol.interface import INDEX, MAIN, QUERY
+from needlepoint.optimized.protocol.stages import StageTensor, stage_named
 from needlepoint.reference.formats.names import PER_TOKEN
-from needlepoint.verify.base.stages import (
-    ATTENTION,
-    INPUT,
-    PROJECTED,
-    QUERIES,
-    SCORES,
-    STORED,
-    TOPK,
-    WEIGHTS,
-)
+from needlepoint.verify.base.stage_tensors import Rules, given_rules, output_rules
+from needlepoint.verify.base.stages import INPUT, QUERIES, STORED, WEIGHTS
 from needlepoint.verify.recording.manifest import LayerRecord, RecordingError, TensorRecord
 
 SHARED_INPUT = "input"
 """Hidden states that are the input of every layer."""
 
-_FLOATS = ("BF16", "F16", "F32", "F64")
+
+def check_tensor(
+    name: str, tensor: TensorRecord, rule: StageTensor, dims: Mapping[str, int]
+) -> None:
+    """Raise :class:`RecordingError` where a tensor breaks its rule."""
+    fault = rule.fault(tensor.dtype, tensor.shape, dims)
+    if fault is not None:
+        raise RecordingError(f"tensor {name}: {fault}")
 
 
-@dataclass(frozen=True)
-class TensorRule:
-    """What a tensor must be. A dim of None is free; ``free_rank`` allows more dims after these."""
-
-    dtypes: tuple[str, ...]
-    shape: tuple[int | None, ...]
-    free_rank: bool = False
-
-    def check(self, name: str, tensor: TensorRecord) -> None:
-        """Raise :class:`RecordingError` where a tensor breaks the rule."""
-        if tensor.dtype not in self.dtypes:
-            raise RecordingError(
-                f"tensor {name}: dtype {tensor.dtype}, expected {' or '.join(self.dtypes)}"
-            )
-        head = tensor.shape[: len(self.shape)] if self.free_rank else tensor.shape
-        if len(head) != len(self.shape) or any(
-            want not in (None, have) for want, have in zip(self.shape, head, strict=True)
-        ):
-            dims = ["any" if want is None else str(want) for want in self.shape]
-            raise RecordingError(
-                f"tensor {name}: shape {list(tensor.shape)}, expected "
-                f"[{', '.join(dims)}{', ...' if self.free_rank else ''}]"
-            )
+def check_input(name: str, tensor: TensorRecord, lengths: Sequence[int]) -> None:
+    """Raise :class:`RecordingError` unless a tensor can be hidden states of these requests."""
+    (rule,) = stage_named(INPUT).tensors_of(MAIN)
+    check_tensor(name, tensor, rule, {"tokens": sum(lengths)})
 
 
 def layer_prefix(layer: int) -> str:
@@ -73,11 +53,6 @@ def input_name(layer: int, names: Mapping[str, object]) -> str:
         if name in names:
             return name
     raise RecordingError(f"layer {layer}: neither tensor {own} nor tensor {SHARED_INPUT} is there")
-
-
-def input_rule(lengths: Sequence[int]) -> TensorRule:
-    """Return the rule of hidden states."""
-    return TensorRule(("BF16",), (sum(lengths), None))
 
 
 def check_layer(
@@ -104,12 +79,12 @@ def check_layer(
     prefix = layer_prefix(record.layer)
     rules = {prefix + name: rule for name, rule in _layer_rules(record, lengths, tensors).items()}
     parameters = f"{prefix}given.parameters."
-    for name, rule in rules.items():
+    for name, (rule, dims) in rules.items():
         if name not in tensors:
             raise RecordingError(
                 f"layer {record.layer}: tensor {name} is missing; the manifest declares its stage"
             )
-        rule.check(name, tensors[name])
+        check_tensor(name, tensors[name], rule, dims)
     for name in tensors:
         known = name in rules or name.startswith(parameters) or name == f"{prefix}{INPUT}"
         if name.startswith(prefix) and not known:
@@ -126,79 +101,19 @@ def recorded_paths(ratio: int) -> tuple[str, ...]:
 
 def _layer_rules(
     record: LayerRecord, lengths: Sequence[int], tensors: Mapping[str, TensorRecord]
-) -> dict[str, TensorRule]:
+) -> Rules:
     """Return the rule of every tensor by its name without the layer's prefix."""
-    prefix, tokens = layer_prefix(record.layer), sum(lengths)
-    paths = recorded_paths(record.ratio)
+    prefix, heads = layer_prefix(record.layer), 0
     widths = {
-        path: _dim(tensors, f"{prefix}{path}.given.norm_weight", axis=0, rank=1) for path in paths
+        path: _dim(tensors, f"{prefix}{path}.given.norm_weight", axis=0, rank=1)
+        for path in recorded_paths(record.ratio)
     }
-    rules = {"given.rope_table": TensorRule(("F32",), (max(lengths), None, 2))}
-    for path, width in widths.items():
-        columns = width * (2 if record.ratio == 4 else 1)  # overlapping windows need both halves
-        pooled = 0 if record.ratio == PER_TOKEN else columns
-        rules[f"{path}.given.norm_weight"] = TensorRule(("F32",), (width,))
-        if record.ratio == PER_TOKEN:
-            rules[f"{path}.given.norm_bias"] = TensorRule(("F32",), (width,))
-        rules[f"{path}.given.ape"] = TensorRule(("F32",), (record.ratio, pooled))
-        rules[f"{path}.projected.kv"] = TensorRule(_FLOATS, (tokens, columns))
-        rules[f"{path}.projected.score"] = TensorRule(_FLOATS, (tokens, pooled))
-    heads = 0
-    if INDEX in paths:
+    if INDEX in widths:
         heads = _dim(tensors, f"{prefix}query.projected.q", axis=1, rank=3)
-        rules["query.projected.q"] = TensorRule(_FLOATS, (tokens, heads, widths[INDEX]))
-        rules["query.projected.weights"] = TensorRule(_FLOATS, (tokens, heads))
-    for path, stage in record.stages:
-        if (path, stage) == (QUERY, QUERIES):
-            rules |= _query_rules(record, tokens, heads, widths[INDEX])
-        elif (path, stage) == (QUERY, WEIGHTS):
-            rules["query.weights"] = TensorRule(_FLOATS, (tokens, heads))
-        elif stage not in (INPUT, PROJECTED):
-            rules |= _stage_rules(record, (path, stage), lengths, widths[path])
-    return rules
-
-
-def _stage_rules(
-    record: LayerRecord, key: StageKey, lengths: Sequence[int], width: int
-) -> dict[str, TensorRule]:
-    stage, name = key[1], ".".join(key)
-    requests = range(len(lengths))
-    if stage == STORED:
-        tables = {
-            f"{name}.page_table.{request}": TensorRule(("I32",), (None,)) for request in requests
-        }
-        return {f"{name}.pages": TensorRule(("U8",), (None, None)), **tables}
-    if stage == SCORES:
-        return {
-            f"{name}.{request}": TensorRule(
-                _FLOATS, (lengths[request], lengths[request] // record.ratio)
-            )
-            for request in requests
-        }
-    if stage == TOPK:
-        return {name: TensorRule(("I32",), (sum(lengths), None))}
-    if stage == ATTENTION:
-        return {name: TensorRule(_FLOATS, (sum(lengths),), free_rank=True)}
-    rows = sum(length // record.ratio for length in lengths)
-    return {name: TensorRule(_FLOATS, (rows, width))}
-
-
-def _query_rules(record: LayerRecord, tokens: int, heads: int, width: int) -> dict[str, TensorRule]:
-    coded = record.query.format if record.query is not None else "bf16"
-    codes, scales = "query.query.codes", "query.query.scales"
-    if coded == "fp8":
-        return {
-            codes: TensorRule(("U8",), (tokens, heads, width)),
-            scales: TensorRule(("F32",), (tokens, heads)),
-        }
-    if coded == "fp4":
-        return {
-            codes: TensorRule(("U8",), (tokens, heads, width // 2)),
-            scales: TensorRule(("U8",), (tokens, heads, width // 32)),
-        }
-    return {
-        codes: TensorRule(("F64",) if coded == "float64" else ("BF16",), (tokens, heads, width))
-    }
+    coded = "" if record.query is None else record.query.format
+    return given_rules(lengths, record.ratio, widths, heads) | output_rules(
+        record.stages, lengths, record.ratio, widths, heads, coded
+    )
 
 
 def _check_declarations(record: LayerRecord, lengths: Sequence[int]) -> None:

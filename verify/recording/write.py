@@ -38,8 +38,8 @@ from needlepoint.verify.recording.manifest import (
 )
 from needlepoint.verify.recording.rules import (
     SHARED_INPUT,
+    check_input,
     check_layer,
-    input_rule,
     layer_prefix,
 )
 
@@ -89,7 +89,7 @@ class RecordingWriter:
         try:
             if self._hidden is not None:
                 self._write("input", {SHARED_INPUT: tensor_source(self._hidden)})
-                input_rule(self._head.requests).check(SHARED_INPUT, self._tensors[SHARED_INPUT])
+                check_input(SHARED_INPUT, self._tensors[SHARED_INPUT], self._head.requests)
         except BaseException:
             self._discard()
             raise

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+
+from needlepoint.optimized.protocol.stages import STAGES, stage_named
 
 Verdict = Literal["match", "differ", "cannot-judge"]
 MATCH: Final = "match"
@@ -13,20 +15,12 @@ CANNOT_JUDGE: Final = "cannot-judge"
 
 Contract = Literal["exact", "bf16", "official"]
 Path = Literal["index", "main", "query"]
-StageName = Literal[
-    "input",
-    "projected",
-    "pooled",
-    "normed",
-    "roped",
-    "rotated",
-    "stored",
-    "query",
-    "weights",
-    "scores",
-    "topk",
-    "attention",
+StageName = Annotated[
+    str,
+    AfterValidator(lambda name: stage_named(name).name),
+    WithJsonSchema({"type": "string", "enum": list(STAGES)}),
 ]
+"""A stage of the registry."""
 Kind = Literal["given", "compared", "consequence", "not covered", "skipped"]
 KeyFormat = Literal["bf16", "fp8", "fp4"]
 
