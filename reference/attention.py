@@ -1,8 +1,8 @@
-"""The sparse attention that consumes the picks, so that a wrong pick has a price.
+"""The sparse attention that reads the picked rows.
 
-A query reads the raw rows of its sliding window and the compressed rows it was given: the indexer's
-picks (ratio 4), everything complete (ratio 128) or nothing (ratio 0). Key and value are the same
-row. Window and compressed rows overlap in coverage and nothing is de-duplicated. Each head has a
+A query reads the raw rows of its sliding window and some compressed rows: the indexer's picks
+(ratio 4), every complete row (ratio 128) or none (ratio 0). Key and value are the same row. Window
+and compressed rows may cover the same tokens, and both are read. Each head has a
 sink: a logit that takes probability away and adds no value.
 """
 

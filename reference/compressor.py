@@ -1,4 +1,4 @@
-"""The compressor: windows of tokens become one row each.
+"""The compressor: each window of tokens becomes one row.
 
 Every token is projected to a value (kv) and a pooling score. A window's row is, channel by
 channel, the softmax-weighted mean of its values. Ratio 128 pools the 128 tokens of the window.

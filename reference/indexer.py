@@ -1,4 +1,4 @@
-"""The lightning indexer: which compressed entries a query should read.
+"""The lightning indexer: it scores the compressed entries that a query may read.
 
 A query has ``index_n_heads`` small vectors and as many weights. Entry ``t`` scores
 ``sum_h relu(q_h . k_t) * w_h``, where ``k_t`` is the indexer's own compressed key. Queries and keys

@@ -1,8 +1,8 @@
 """The main attention of a layer: window rows, queries in blocks, output rotated back.
 
-The output is a consequence of the stages before it, kept so that a wrong row or pick shows its
-price. Main queries are the widest tensor of a layer (64 heads of 512 in v4-flash), so they are
-projected, attended and dropped in blocks.
+The output shows how much a wrong row or pick changes the result of the layer. Main queries are the
+widest tensor of a layer (64 heads of 512 in v4-flash), so they are computed, used and freed in
+blocks.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 One frozen record describes both kinds of arithmetic that Needlepoint knows:
 
-* a *contract* (``exact``, ``bf16``, ``official``) is what a candidate is compared with for cost;
-* a *profile* is what a candidate means to compute and is judged by.
+* a *contract* (``exact``, ``bf16``, ``official``), which measures the cost of a candidate;
+* a *profile*, which a candidate declares; the reference in that profile decides the verdict.
 
-Every rounding point of the mechanism is one field. The reference evaluates everything between two
-rounding points in float64 and rounds once at the point, so a field says what is meant, never how a
-kernel gets there.
+Every rounding point of the mechanism is one field. The reference computes in float64 between two
+rounding points and rounds once at each. So a field says where a result is rounded, and not in which
+order a kernel computes it.
 """
 
 from __future__ import annotations

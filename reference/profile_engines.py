@@ -1,9 +1,8 @@
-"""Profiles of serving engines: what is known to differ on purpose, as settings of `Arithmetic`.
+"""Profiles of serving engines: how each engine rounds on purpose, as settings of `Arithmetic`.
 
-A kernel is held to what its engine means to compute. Each profile below says where the engine
-rounds, which format and floor it stores in, and whether it rotates; ``docs/engines.md`` names the
-place in each engine's source that a setting was read from. What a profile costs is shown against
-the contracts, as for every candidate.
+A kernel is compared with the arithmetic of its engine. Each profile below says where the engine
+rounds, which format and floor it stores in, and whether it rotates. ``docs/engines.md`` names the
+source that each setting was read from. The contracts show what a profile costs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A ring of token rows that knows which absolute position each row holds.
 
-Serving engines keep the tail of a request in small buffers and hand them to the next request
-without clearing. Whoever reads such a buffer by slot alone mixes two requests. Here every read
-names the positions it wants and compares them with the labels, so nothing of an earlier request can
-pass.
+Serving engines keep the last tokens of a request in small buffers and give them to the next request
+without clearing them. Code that reads such a buffer by slot alone can mix two requests. Here every
+read names the positions that it wants and compares them with the labels of the slots, so rows of an
+earlier request are never returned.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Selection: the ``k`` best entries of each row, with a stated tie rule.
 
-Ties go to the LOWER entry and picks are listed in ascending order, so the answer is one set and one
-order: engines leave both open, and a judge needs something fixed to call the rest a swap. Rows that
-see fewer than ``k`` entries keep all of them and are padded with -1.
+Ties go to the LOWER entry and picks are in ascending order, so there is exactly one answer. Engines
+leave both open; the judge compares their picks with this answer and calls each difference a swap.
+Rows that see fewer than ``k`` entries keep all of them and are padded with -1.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import importlib
 import io
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -76,7 +77,7 @@ def agrees(shown: str, printed: str) -> bool:
 
 
 class Shell:
-    """Runs the commands of one document; ``needlepoint`` in this process, the rest in bash."""
+    """Runs the commands of one document: ours and scripts in this process, the rest in bash."""
 
     def __init__(self) -> None:
         self.code = 0
@@ -90,7 +91,8 @@ class Shell:
         while words and "=" in words[0]:
             variable, _, search = words.pop(0).partition("=")
             assert variable == "PYTHONPATH", command
-        if words[0] != "needlepoint":
+        script = words[1] if words[0] == "python" and words[1].endswith(".py") else None
+        if script is None and words[0] != "needlepoint":
             done = subprocess.run(
                 ["bash", "-c", command],
                 env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
@@ -102,8 +104,15 @@ class Shell:
             self.code = done.returncode
             return done.stdout
         out = io.StringIO()
-        with searching(search), redirect_stdout(out), redirect_stderr(out):
-            self.code = run_app(app, words[1:])
+        with redirect_stdout(out), redirect_stderr(out):
+            if script is None:
+                with searching(search):
+                    self.code = run_app(app, words[1:])
+            else:
+                with searching(str(Path(script).parent)), pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(sys, "argv", words[1:])
+                    runpy.run_path(script, run_name="__main__")
+                self.code = 0
         return out.getvalue()
 
 

@@ -1,8 +1,8 @@
-"""Number formats of index keys, queries and main KV: what is stored for a row, and what it means.
+"""Number formats of index keys, queries and main KV.
 
-A :class:`Format` is an element type, a scale rule and a block. Engines agree on the elements and
-differ in the scale rule, the floor and the tie rule, so each of these is one field. Nothing here
-imports anything else of Needlepoint.
+A :class:`Format` is an element type, a scale rule and a block. Engines use the same elements and
+different scale rules, floors and tie rules, so each of these is one field. Nothing here imports
+anything else of Needlepoint.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rounding cells: the values that round to a given code.
 
-A judge that knows the exact value only to within a radius asks whether some value in reach rounds
-to the code it found. The answer needs the cell of the code, closed at both ends: a midpoint belongs
-to both neighbours, because the tie rule is judged by the profile's own encoder, not by the cell.
+The judge knows the exact value only within a radius. It asks whether some value within the radius
+rounds to the code that it found. For this it needs the cell of the code, closed at both ends: a
+midpoint belongs to both neighbours, because the tie rule is judged by the profile's own encoder.
 """
 
 from __future__ import annotations
