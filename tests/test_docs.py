@@ -24,9 +24,8 @@ from pathlib import Path
 
 import pytest
 
-from needlepoint.verify.cli.app import app
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.cli.defaults import load_defaults
-from needlepoint.verify.cli.run import run_app
 from needlepoint.verify.diff.mapping import load_mapping
 from needlepoint.verify.numerics.limits import Limits
 

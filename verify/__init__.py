@@ -1,1 +1,23 @@
-"""The verifier: runs reference and candidates over one input and judges every stage."""
+"""The verifier: runs reference and candidates over one input and judges every stage.
+
+``needlepoint.verify`` is this package and a function at once: called, it is
+:func:`needlepoint.verify.cli.python.verify`.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Verify(ModuleType):
+    """A package that can be called; what it runs is loaded by the call."""
+
+    def __call__(self, *candidates: Any, **options: Any) -> object:  # noqa: ANN401
+        from needlepoint.verify.cli.python import verify
+
+        return verify(*candidates, **options)
+
+
+sys.modules[__name__].__class__ = _Verify

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
 
 if __name__ == "__main__":
     sys.exit(run_app(app, ["verify", *sys.argv[1:]]))

@@ -24,8 +24,7 @@ from needlepoint.benchmarks.stores import (
 from needlepoint.benchmarks.timing import Side, Timing, measure
 from needlepoint.optimized.build.variants import MODULES
 from needlepoint.optimized.engines.sglang import load_sglang
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.inputs.synthetic import VARIED
 from needlepoint.verify.workloads.projections import KINDS, emulate, make_inputs
 

@@ -10,11 +10,11 @@ import torch
 
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.cli import commands
-from needlepoint.verify.cli.commands import VerifyRequest
+from needlepoint.verify.cli.options import VerifyOptions
 from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.result import Result
 
-Calls = list[tuple[VerifyRequest, Progress]]
+Calls = list[tuple[VerifyOptions, Progress]]
 ROWS = {"emulated:fused-fp8/layer2/index/stored/local": torch.tensor([0.5, 3.25])}
 
 
@@ -31,7 +31,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Callable[[Result], Calls]:
     def replace(result: Result) -> Calls:
         calls: Calls = []
 
-        def run(request: VerifyRequest, progress: Progress) -> PipelineOutput:
+        def run(request: VerifyOptions, progress: Progress) -> PipelineOutput:
             calls.append((request, progress))
             return PipelineOutput(result=result, rows=dict(ROWS))
 

@@ -11,15 +11,18 @@ import pytest
 
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.cli import commands
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.commands import DiffRequest, RecordRequest, VerifyRequest
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.cli.main import main
-from needlepoint.verify.cli.options import DEFAULT_CANDIDATES
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.options import (
+    DEFAULT_CANDIDATES,
+    DiffOptions,
+    RecordOptions,
+    VerifyOptions,
+)
 from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.result import Result
 
-Calls = list[tuple[VerifyRequest, Progress]]
+Calls = list[tuple[VerifyOptions, Progress]]
 
 
 def test_defaults_are_the_main_job(
@@ -30,14 +33,10 @@ def test_defaults_are_the_main_job(
     assert run_app(app, ["verify"]) == 0
 
     request, _ = calls[0]
-    assert request.candidates == DEFAULT_CANDIDATES
-    assert request.contract == "bf16"
-    assert (request.input.source, request.input.seed) == ("mini", None)
-    assert request.input.model is None
-    assert request.input.layers is None
-    assert request.input.tokens is None
-    assert request.limits is None
-    assert request.stages is None
+    assert request.candidates() == DEFAULT_CANDIDATES
+    wanted = VerifyOptions(input="mini", contract="bf16", repeat=1, device="cpu")
+    assert request.model_dump() == wanted.model_dump()
+    assert not request.model_fields_set
     captured = capsys.readouterr()
     assert captured.out.startswith("match: 20 of 20 stages compared")
     assert captured.err == ""
@@ -56,13 +55,18 @@ def test_every_option_reaches_the_request(
     assert run_app(app, ["verify", *options.split()]) == 0
 
     request, _ = calls[0]
-    assert request == VerifyRequest(
-        input=commands.InputRequest("synthetic:gaussian", "v4-pro", (2, 4, 5, 6), 512, 7),
-        candidates=("a:b", "c:d"),
+    wanted = VerifyOptions(
+        input="synthetic:gaussian",
+        model="v4-pro",
+        layers=(2, 4, 5, 6),
+        tokens=512,
+        seed=7,
+        candidate=("a:b", "c:d"),
         contract="official",
         limits=Path("l.toml"),
         stages=frozenset({("index", "stored")}),
     )
+    assert request.model_dump() == wanted.model_dump()
 
 
 def test_differ_exits_1(pipeline: Callable[[Result], Calls], differing: Result) -> None:
@@ -92,16 +96,16 @@ def test_file_gives_defaults_and_the_command_line_wins(
     assert run_app(app, ["verify", "--tokens", "128"]) == 1
 
     request, _ = calls[0]
-    assert request.candidates == ("a:b", "c:d")
+    assert request.candidates() == ("a:b", "c:d")
     assert request.contract == "exact"
-    assert request.input.tokens == 128
+    assert request.tokens == 128
     assert f"defaults from {tmp_path / 'pyproject.toml'}" in capsys.readouterr().err
 
 
 def test_record_passes_its_request(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls: list[RecordRequest] = []
+    calls: list[RecordOptions] = []
     monkeypatch.setattr(commands, "run_record", lambda request, progress: calls.append(request))
     # Candidates of the file are what `verify` judges; `record` records the reference by default.
     (tmp_path / "pyproject.toml").write_text('[tool.needlepoint]\ncandidate = ["a:b"]\nseed = 5\n')
@@ -109,7 +113,7 @@ def test_record_passes_its_request(
     assert run_app(app, ["record", "--out", "dir"]) == 0
     assert run_app(app, ["record", "--out", "dir", "--candidate", "x:y", "--force"]) == 0
 
-    assert [(c.candidate, c.force, c.input.seed) for c in calls] == [
+    assert [(c.recorded(), c.force, c.seed) for c in calls] == [
         (None, False, 5),
         ("x:y", True, 5),
     ]
@@ -117,9 +121,9 @@ def test_record_passes_its_request(
 
 
 def test_diff_passes_its_request(monkeypatch: pytest.MonkeyPatch, differing: Result) -> None:
-    calls: list[DiffRequest] = []
+    calls: list[DiffOptions] = []
 
-    def run(request: DiffRequest, progress: Progress) -> PipelineOutput:
+    def run(request: DiffOptions, progress: Progress) -> PipelineOutput:
         calls.append(request)
         return PipelineOutput(result=differing, rows={})
 
@@ -127,11 +131,8 @@ def test_diff_passes_its_request(monkeypatch: pytest.MonkeyPatch, differing: Res
 
     assert run_app(app, ["diff", "a", "b", "--layers", "2", "--json", "r.json"]) == 1
 
-    assert calls == [
-        DiffRequest(
-            a=Path("a"), b=Path("b"), contract="bf16", layers=(2,), limits=None, stages=None
-        )
-    ]
+    wanted = DiffOptions(a=Path("a"), b=Path("b"), layers=(2,), json_=Path("r.json"))
+    assert [request.model_dump() for request in calls] == [wanted.model_dump()]
     assert json.loads(Path("r.json").read_text())["verdict"] == "differ"
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.defaults import Table, load_defaults
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
+from needlepoint.verify.cli.defaults import load_defaults
+from needlepoint.verify.cli.options import VerifyOptions
 
 COMMANDS = typer.main.get_command(app)
 
@@ -31,7 +31,7 @@ def _write(folder: Path, text: str) -> Path:
 
 
 def test_every_option_of_verify_is_a_key_in_its_own_spelling() -> None:
-    keys = {field.alias or name for name, field in Table.model_fields.items()}
+    keys = set(VerifyOptions.options())
 
     assert keys == _options("verify")
     assert _options("diff") <= keys
@@ -55,7 +55,7 @@ def test_nearest_file_wins_and_its_paths_are_its_own(tmp_path: Path) -> None:
         "input": str(inner / "../recording"),
         "model": "mini",
         "limits": str(inner / "etc/l.toml"),
-        "tokens": "640",
+        "tokens": 640,
         "quiet": True,
     }
 
@@ -124,7 +124,7 @@ def test_example_of_every_key_is_accepted(tmp_path: Path) -> None:
 
     found = load_defaults(tmp_path)
     assert set(found.values) == set(tomllib.loads(text)["tool"]["needlepoint"])
-    assert found.parameters["save_failures"] == str(tmp_path / "failing")
+    assert found.values["save-failures"] == str(tmp_path / "failing")
 
 
 FAULTS = ("[tool.needlepoint]\nsave_failures = 'x'\n", "[tool.needlepoint]\ntokens = -1\n", "[tool")

@@ -16,10 +16,14 @@ from needlepoint.optimized.candidates.catalogue import FACTORIES, create
 from needlepoint.optimized.cuda.runtime import NoDevice
 from needlepoint.optimized.protocol.interface import CandidateInfo
 from needlepoint.verify.cli import doctor
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.doctor import CacheEntry, Diagnosis, candidate_status, diagnose
-from needlepoint.verify.cli.doctor_report import print_diagnosis
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
+from needlepoint.verify.cli.doctor import (
+    CacheEntry,
+    Diagnosis,
+    candidate_status,
+    diagnose,
+    print_diagnosis,
+)
 
 OWN = tuple(name for name in FACTORIES if name.startswith(("emulated:", "cuda:")))
 LISTED = vars(doctor)["names"]

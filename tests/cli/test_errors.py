@@ -9,17 +9,16 @@ import pytest
 
 from needlepoint.verify.base.progress import Progress
 from needlepoint.verify.cli import commands
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.commands import VerifyRequest
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
+from needlepoint.verify.cli.options import VerifyOptions
 from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.schema.result import Result
 
-Calls = list[tuple[VerifyRequest, Progress]]
+Calls = list[tuple[VerifyOptions, Progress]]
 
 
-def _failing(error: BaseException) -> Callable[[VerifyRequest, Progress], PipelineOutput]:
-    def run(request: VerifyRequest, progress: Progress) -> PipelineOutput:
+def _failing(error: BaseException) -> Callable[[VerifyOptions, Progress], PipelineOutput]:
+    def run(request: VerifyOptions, progress: Progress) -> PipelineOutput:
         raise error
 
     return run

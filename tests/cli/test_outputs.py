@@ -12,13 +12,12 @@ import pytest
 
 from needlepoint.verify.base.progress import NoProgress, Progress
 from needlepoint.verify.cli import commands
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.commands import VerifyRequest
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
+from needlepoint.verify.cli.options import VerifyOptions
 from needlepoint.verify.recording.results import load_result
 from needlepoint.verify.schema.result import CandidateResult, Result
 
-Calls = list[tuple[VerifyRequest, Progress]]
+Calls = list[tuple[VerifyOptions, Progress]]
 
 
 def test_exceeded_gate_exits_1_and_is_written(
@@ -179,7 +178,7 @@ def test_a_place_that_takes_no_file_is_refused_before_the_run(
         "needlepoint.verify.cli.recall.watched",
         "needlepoint.verify.cli.selftest.run_selftest",
         "needlepoint.verify.cli.bench.run_bench",
-        "needlepoint.verify.cli.tools.diagnose",
+        "needlepoint.verify.cli.doctor.diagnose",
     ):
         monkeypatch.setattr(place, ran)
     for option, (path, told) in product(WRITERS[command], PLACES.items()):

@@ -15,8 +15,9 @@ import pytest
 # torch, numpy and scipy cannot be imported twice.
 import scipy.linalg  # noqa: F401
 
-from needlepoint.verify.cli.pytest_job import Job, Wishes, make_job
-from needlepoint.verify.cli.pytest_judge import Judge
+from needlepoint import check
+from needlepoint.optimized.candidates.catalogue import create
+from needlepoint.verify.cli.pytest_judge import Judge, Wishes, merged, replay_command
 from needlepoint.verify.schema.result import Result
 
 pytest_plugins = ["pytester"]
@@ -264,28 +265,33 @@ WRONG: dict[str, tuple[object, ...]] = {
 def test_an_option_of_the_wrong_type_is_named(name: str) -> None:
     for value in WRONG[name]:
         with pytest.raises(ValueError, match="needlepoint option ") as caught:
-            make_job({name: value}, ANY)
+            check("emulated:fused-fp8", **merged({name: value}, ANY))
         assert f"{name}={value!r}: expected " in str(caught.value)
 
 
-def test_options_have_one_spelling_in_a_job() -> None:
+def test_options_of_test_and_command_line_are_joined() -> None:
     wishes = Wishes("bf16", "exact", ("b<=0",), "auto", 0)
-    assert make_job({}, ANY) == Job()
-    assert make_job({"model": None, "contract": None}, ANY) == Job()
-    assert make_job({"layers": 0, "stages": "stored", "gates": "a<=1"}, ANY) == Job(
-        layers="0", stages="stored", gates=("a<=1",)
+    assert merged({}, ANY) == merged({"model": None, "contract": None}, ANY) == {"gates": ()}
+    assert merged({"gates": "a<=1"}, ANY) == {"gates": ("a<=1",)}
+    asked = {"layers": [0, 2], "gates": ["a<=1"], "input": Path("x"), "contract": "official"}
+    assert merged(asked, wishes) == {
+        **asked,
+        "gates": ("a<=1", "b<=0"),
+        "contract": "exact",
+        "profile": "bf16",
+    }
+
+
+def test_a_replay_names_what_the_test_asked_for() -> None:
+    options = {"layers": [0, 2], "stages": ("query", "stored"), "tokens": 8, "input": Path("x y")}
+    options |= {"contract": "exact", "limits": "l.toml", "json": "r.json"}
+    asked = merged({**options, "gates": ["a<=1"]}, ANY)
+    assert replay_command("a:b", asked, 2) == (
+        "needlepoint verify --candidate a:b --input 'x y' --contract exact --layers 2 --tokens 8 "
+        "--stages index.stored,main.stored,query.query --limits l.toml --gate 'a<=1'"
     )
-    options = {"layers": [0, 2], "stages": ("query", "stored"), "gates": ["a<=1"], "tokens": 8}
-    assert make_job({**options, "input": Path("x"), "contract": "official"}, wishes) == Job(
-        input="x",
-        layers="0,2",
-        stages="query,stored",
-        gates=("a<=1", "b<=0"),
-        tokens=8,
-        contract="exact",
-        profile="bf16",
-    )
-    assert make_job({"layers": "0,2-4"}, ANY).layers == "0,2-4"
+    assert replay_command("a:b", {**asked, "profile": "bf16"}) is None
+    assert replay_command(lambda: create("emulated:fused-fp8"), asked) is None
 
 
 def test_results_are_lines_in_order_and_replace_older_ones(suite: pytest.Pytester) -> None:

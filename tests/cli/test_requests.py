@@ -8,18 +8,18 @@ import pytest
 
 from needlepoint.reference.profile import BF16_CONTRACT, EXACT
 from needlepoint.verify.base.progress import NoProgress
-from needlepoint.verify.cli.commands import (
-    DiffRequest,
-    InputRequest,
-    RecordRequest,
-    VerifyRequest,
-    run_diff,
-    run_record,
-    run_verify,
-)
+from needlepoint.verify.cli.commands import run_diff, run_record, run_verify
+from needlepoint.verify.cli.options import DiffOptions, RecordOptions, VerifyOptions
 from needlepoint.verify.numerics.limits import Limits
 
-INPUT = InputRequest("synthetic:ties", "v4-pro", (2, 3), 640, 7, Path("weights"))
+INPUT: dict[str, Any] = {
+    "input": "synthetic:ties",
+    "model": "v4-pro",
+    "layers": (2, 3),
+    "tokens": 640,
+    "seed": 7,
+    "checkpoint": Path("weights"),
+}
 STAGES = frozenset({("index", "stored")})
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -56,7 +56,9 @@ def test_verify_hands_everything_to_the_pipeline(
     limits.write_text("scale = 2.0\n")
     progress = NoProgress()
 
-    request = VerifyRequest(INPUT, ("a", "b"), "exact", limits, STAGES)
+    request = VerifyOptions(
+        **INPUT, candidate=("a", "b"), contract="exact", limits=limits, stages=STAGES
+    )
     output: object = run_verify(request, progress)
 
     assert output == "verify"
@@ -82,7 +84,7 @@ def test_verify_hands_everything_to_the_pipeline(
 
 
 def test_limits_are_the_shipped_table_unless_a_file_is_given(spies: dict[str, list[Call]]) -> None:
-    run_verify(VerifyRequest(INPUT, ("a",), "bf16", None, None), NoProgress())
+    run_verify(VerifyOptions(**INPUT, candidate=("a",)), NoProgress())
 
     assert spies["verify"][0][1]["limits"] == Limits.default()
 
@@ -94,7 +96,7 @@ def test_a_wrong_limits_file_stops_before_any_work(
     limits.write_text("scale = -1\n")
 
     with pytest.raises(ValueError, match=r"limits\.toml"):
-        run_verify(VerifyRequest(INPUT, ("a",), "bf16", limits, None), NoProgress())
+        run_verify(VerifyOptions(**INPUT, candidate=("a",), limits=limits), NoProgress())
 
     assert not any(spies.values())
 
@@ -105,7 +107,10 @@ def test_record_hands_reference_or_candidate_on(
 ) -> None:
     out = tmp_path / "out"
 
-    run_record(RecordRequest(INPUT, candidate, "bf16", out, True), NoProgress())
+    run_record(
+        RecordOptions(**INPUT, candidate=(candidate,) if candidate else (), out=out, force=True),
+        NoProgress(),
+    )
 
     (args, options) = spies["record"][0]
     assert args == ("inputs", passed, out)
@@ -118,14 +123,14 @@ def test_record_refuses_its_folder_before_any_work(
 ) -> None:
     with pytest.raises(ValueError, match="none does not exist"):
         run_record(
-            RecordRequest(INPUT, "a", "bf16", tmp_path / "none" / "out", False), NoProgress()
+            RecordOptions(**INPUT, candidate=("a",), out=tmp_path / "none" / "out"), NoProgress()
         )
 
     assert not any(spies.values())
 
 
 def test_diff_hands_both_recordings_on(spies: dict[str, list[Call]]) -> None:
-    request = DiffRequest(Path("a"), Path("b"), "exact", (2,), None, STAGES)
+    request = DiffOptions(a=Path("a"), b=Path("b"), contract="exact", layers=(2,), stages=STAGES)
     output: object = run_diff(request, NoProgress())
 
     assert output == "diff"

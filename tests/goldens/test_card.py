@@ -17,8 +17,7 @@ from torch import Tensor
 from needlepoint.optimized.build.variants import VARIANTS
 from needlepoint.optimized.emulation.select import select_topk
 from needlepoint.optimized.emulation.specification import SPEC_VERSION
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.goldens import check as goldens_check
 from needlepoint.verify.goldens import recorded
 from needlepoint.verify.goldens.accept import accept

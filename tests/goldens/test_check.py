@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.goldens import check as goldens_check
 from needlepoint.verify.goldens.check import check, replay
 from needlepoint.verify.goldens.compute import compute, golden_sources

@@ -15,8 +15,7 @@ import pytest
 from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.reference.profile import BF16_CONTRACT
 from needlepoint.verify.base.progress import NoProgress
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.goldens.accept import accept
 from needlepoint.verify.goldens.check import check
 from needlepoint.verify.goldens.manifest import Definition, GoldenError, load_golden, load_manifest

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from needlepoint.verify.base.progress import NoProgress
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.probe.client import Arm, Manners
 from needlepoint.verify.probe.questions import KINDS
 from needlepoint.verify.probe.run import Pass

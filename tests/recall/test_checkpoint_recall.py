@@ -15,8 +15,7 @@ from torch import Tensor
 
 from needlepoint.reference.profile import BF16_CONTRACT
 from needlepoint.reference.weights import random_layer_weights
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.inputs.checkpoint import dequantised
 from needlepoint.verify.inputs.recall_needles import Needle
 from needlepoint.verify.recall.model import NeedlePrompt, Setting

@@ -15,8 +15,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.recall.grid import parse_depths, parse_lengths
 from needlepoint.verify.recall.pool import load_pool
 from needlepoint.verify.recording.recording import RecordingError, open_recording

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from needlepoint.verify.cli.run import Outputs
+from needlepoint.verify.cli.options import VerifyOptions
+from needlepoint.verify.cli.outputs import Outputs
 from needlepoint.verify.judge.results.gates import apply_gates, parse_gate
 from needlepoint.verify.report.html import candidate_views, html_report, recall_view
 from needlepoint.verify.report.recall_svg import curve, recall_pictures
@@ -280,16 +281,16 @@ def test_files_are_written_together_or_not_at_all(
     differing: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     html, markdown = tmp_path / "r.html", tmp_path / "r.md"
-    outputs = Outputs.create(None, None, [], force=False, quiet=True, html=html, markdown=markdown)
+    outputs = Outputs.create(VerifyOptions(quiet=True, html=html, markdown=markdown))
     assert outputs.finish(differing, {}) == 1
     assert html.read_text().startswith("<!DOCTYPE html>")
     assert markdown.read_text().startswith("### needlepoint: differ")
     with pytest.raises(ValueError, match=r"r\.html: already exists; pass --force"):
-        Outputs.create(None, None, [], force=False, quiet=True, html=html)
+        Outputs.create(VerifyOptions(html=html))
     with pytest.raises(ValueError, match="named for two outputs"):
-        Outputs.create(None, None, [], force=True, quiet=True, html=html, markdown=html)
+        Outputs.create(VerifyOptions(force=True, html=html, markdown=html))
     with pytest.raises(ValueError, match="does not exist; create it first"):
-        Outputs.create(None, None, [], force=False, quiet=True, html=tmp_path / "no" / "r.html")
+        Outputs.create(VerifyOptions(html=tmp_path / "no" / "r.html"))
     capsys.readouterr()
 
 

@@ -16,8 +16,7 @@ import torch
 from needlepoint.optimized.candidates.catalogue import FACTORIES, create
 from needlepoint.optimized.protocol.interface import CandidateInfo, LayerInputs, Observed, StageKey
 from needlepoint.optimized.protocol.serving import StatefulCandidate
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.recording.results import shipped_schema
 from needlepoint.verify.scenario import sweep as scenario_sweep
 from needlepoint.verify.scenario.events import KINDS, Decode, Event, Prefill, Request, Scenario

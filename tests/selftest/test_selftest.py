@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from needlepoint.verify.base.progress import NoProgress
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.inputs.load import load_inputs
 from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.recording.results import shipped_schema

@@ -26,8 +26,7 @@ from needlepoint.optimized.protocol.interface import (
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import BF16_CONTRACT, Arithmetic
 from needlepoint.verify.base.progress import NoProgress
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.inputs.layer_inputs import GivenLayer
 from needlepoint.verify.inputs.load import Inputs, load_inputs
 from needlepoint.verify.judge.record import reference_observed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -21,52 +20,34 @@ from needlepoint.benchmarks.stores import (
 from needlepoint.optimized.build.toolchain import BuildError
 from needlepoint.optimized.engines.sglang import SglangKernels, find_sglang, load_sglang
 from needlepoint.verify.base.atomic import check_writable, write_files
-from needlepoint.verify.cli.run import reader_may_leave
+from needlepoint.verify.cli.options import BenchOptions
+from needlepoint.verify.cli.outputs import reader_may_leave
 
 
-def bench(
-    device: Annotated[str, typer.Option(metavar="cuda", help="What to measure.")] = "cuda",
-    sglang: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="SGLang's package folder; default: the installed one."),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Repeatable; a part of a workload's name."),
-    ] = None,
-    scores: Annotated[
-        bool, typer.Option("--scores", help="Measure index scores and top-k instead of stores.")
-    ] = False,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write needlepoint.bench/1.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite output files.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print no line before the table.")] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Print a traceback with an error.")
-    ] = False,
-) -> int:
-    """Measure the CUDA kernels beside SGLang's and beside the bytes that must move."""
-    if device != "cuda":
-        raise ValueError(f"--device {device!r}: expected cuda; the bench times CUDA kernels")
-    if json is not None:
-        check_writable(json, force=force)
+def bench(options: BenchOptions) -> int:
+    """Run the command and return its exit code."""
+    if options.device != "cuda":
+        raise ValueError(
+            f"--device {options.device!r}: expected cuda; the bench times CUDA kernels"
+        )
+    if options.json_ is not None:
+        check_writable(options.json_, force=options.force)
 
     def progress(line: str) -> None:
-        if not quiet:
+        if not options.quiet:
             typer.echo(line, err=True)
 
     report: BenchReport | ScoreReport
     try:
-        if scores:
-            report = run_score_bench(find_engines(sglang), only or [], progress)
+        if options.scores:
+            report = run_score_bench(find_engines(options.sglang), options.only, progress)
         else:
-            cases, queries = select([*prefill_cases(), *decode_cases()], QUERIES, only or [])
-            report = run_bench(_sglang(sglang, progress), cases, queries, progress)
+            cases, queries = select([*prefill_cases(), *decode_cases()], QUERIES, options.only)
+            report = run_bench(_sglang(options.sglang, progress), cases, queries, progress)
     except BuildError as error:
         raise ValueError(str(error)) from error
-    if json is not None:
-        write_files({json: report.json().encode()}, force=force)
+    if options.json_ is not None:
+        write_files({options.json_: report.json().encode()}, force=options.force)
     with reader_may_leave():
         typer.echo(report.table())
     return 0

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import Candidate
 from needlepoint.optimized.protocol.serving import StatefulCandidate
 from needlepoint.verify.base.atomic import write_files
 from needlepoint.verify.base.progress import Progress
-from needlepoint.verify.cli.options import parse_number
+from needlepoint.verify.cli.options import VerifyOptions
 from needlepoint.verify.judge.profiles import profile_of
 from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.run.failures_saved import check_failures_folder
@@ -32,76 +30,35 @@ _OF_AN_INPUT = (
 _BF16 = "a bf16 state is judged for the needlepoint profile alone"
 
 
-@dataclass(frozen=True)
-class ScenarioRequest:
-    """Options of ``verify --scenario``.
-
-    Attributes
-    ----------
-    source
-        Path of a file, or ``all``.
-    seconds
-        Time of ``all``.
-    candidates
-        Names.
-    seed
-        Of the histories and token values of ``all``.
-    contract
-        Stands in the result.
-    """
-
-    source: str
-    seconds: int
-    candidates: tuple[str, ...]
-    seed: int
-    contract: str
-
-
-def parse_scenario_options(
-    source: str | None,
-    seconds: str | None,
-    *,
-    seed: int | None,
-    candidates: tuple[str, ...],
-    contract: str,
-    named: Sequence[str],
-) -> ScenarioRequest | None:
-    """Return the options of ``--scenario``, or None without it.
-
-    Parameters
-    ----------
-    source, seconds
-        ``--scenario`` and ``--seconds`` as given.
-    seed, candidates, contract
-        As in :class:`ScenarioRequest`.
-    named
-        Options that stand on the command line.
+def check_options(options: VerifyOptions) -> None:
+    """Refuse options of a scenario that do not go together, before anything runs.
 
     Raises
     ------
     ValueError
-        Where the options do not belong together, or the time is no whole number of seconds.
+        Where they do not, or the folder for failing histories cannot be written.
     """
-    if source is None:
-        if seconds is not None:
+    if options.scenario is None:
+        if options.seconds is not None:
             raise ValueError("--seconds: is the time of --scenario all; give both or neither")
-        return None
-    for option in _OF_AN_INPUT:
-        if option in named:
+        return
+    for name in _OF_AN_INPUT:
+        if options.asked(name):
             raise ValueError(
-                f"--{option}: is for whole prompts, and a scenario brings its own tokens; "
-                "leave it out"
+                f"--{name}: is for whole prompts, and a scenario brings its own tokens; leave it "
+                "out"
             )
-    if source != ALL and seconds is not None:
+    if options.scenario != ALL and options.seconds is not None:
         raise ValueError("--seconds: is the time of --scenario all; a file is run once")
-    if source != ALL and seed is not None and "seed" in named:
+    if options.scenario != ALL and options.asked("seed"):
         raise ValueError("--seed: a scenario file has its own seed; leave it out")
-    time = DEFAULT_SECONDS if seconds is None else parse_number("--seconds", seconds, 1)
-    return ScenarioRequest(source, time, candidates, seed or 0, contract)
+    _check_failures(options.save_failures, force=options.force)
 
 
-def run_scenarios(request: ScenarioRequest, progress: Progress) -> PipelineOutput:
-    """Drive candidates through scenarios and judge every request after every event.
+def run_scenarios(
+    options: VerifyOptions, named: Mapping[str, Candidate], progress: Progress
+) -> PipelineOutput:
+    """Drive candidates by name through scenarios and judge every request after every event.
 
     Raises
     ------
@@ -109,28 +66,25 @@ def run_scenarios(request: ScenarioRequest, progress: Progress) -> PipelineOutpu
         If the file or a candidate is not usable, an event is not possible (named by its index), or
         a candidate raises.
     """
-    candidates = tuple(create(name) for name in request.candidates)
+    candidates = tuple(named.values())
     for candidate in candidates:
         profile_of(candidate.info)
     serving = [c for c in candidates if isinstance(c, StatefulCandidate) and not not_covering(c)]
-    names = [
-        name
-        for name, candidate in zip(request.candidates, candidates, strict=True)
-        if candidate in serving
-    ]
-    if request.source == ALL:
-        tally = Tally()
-        if serving:
-            tally = sweep(names, serving, request.seconds, request.seed, progress)
-        gaps = _gaps(candidates, serving, tally)
-        run = ScenarioRun(tally, candidates, gaps, request.seed, None)
-        return scenario_output(run, request.contract)
-    scenario = load_scenario(Path(request.source))
     tally = Tally()
-    tally.run(scenario, serving, progress=progress)
+    scenario, seed = None, options.seed or 0
+    if options.scenario != ALL:
+        scenario = load_scenario(Path(options.scenario or ""))
+        seed = scenario.seed
+        tally.run(scenario, serving, progress=progress)
+    elif serving:
+        names = [name for name, candidate in named.items() if candidate in serving]
+        seconds = DEFAULT_SECONDS if options.seconds is None else options.seconds
+        tally = sweep(names, serving, seconds, seed, progress)
     gaps = _gaps(candidates, serving, tally)
-    run = ScenarioRun(tally, candidates, gaps, scenario.seed, scenario)
-    return scenario_output(run, request.contract)
+    run = ScenarioRun(tally, candidates, gaps, seed, scenario)
+    output = scenario_output(run, options.contract)
+    _save_failures(output.result, options.save_failures, force=options.force)
+    return output
 
 
 def _gaps(
@@ -152,14 +106,8 @@ def _gaps(
     return gaps
 
 
-def check_failures(folder: Path | None, *, force: bool) -> None:
-    """Refuse a folder for failing histories before the run, not after it.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be written, or holds histories already and ``force`` is not set.
-    """
+def _check_failures(folder: Path | None, *, force: bool) -> None:
+    """Refuse a folder that cannot be written, or holds histories that may not be replaced."""
     if folder is None:
         return
     check_failures_folder(folder)
@@ -171,7 +119,7 @@ def check_failures(folder: Path | None, *, force: bool) -> None:
         )
 
 
-def save_failures(result: Result, folder: Path | None, *, force: bool) -> None:
+def _save_failures(result: Result, folder: Path | None, *, force: bool) -> None:
     """Write the failing histories of a result as files of a folder, one a candidate."""
     found = () if result.scenario is None else result.scenario.failing
     if folder is None or not found:

@@ -74,8 +74,8 @@ class Limits(Mapping[str, Limit]):
         return cls(MappingProxyType(_TABLE))
 
     @classmethod
-    def load(cls, path: Path) -> Limits:
-        """Return the table with the changes of a TOML file.
+    def load(cls, path: Path | None) -> Limits:
+        """Return the table with the changes of a TOML file; as shipped without one.
 
         ``scale = X`` multiplies every stage; ``[stage]`` with ``value = Y`` sets one stage, which
         ``scale`` then leaves alone.
@@ -91,7 +91,7 @@ class Limits(Mapping[str, Limit]):
             If the file cannot be read or parsed, for an unknown stage or key, and for a value that
             is not a positive finite number; the message names the file and the entry.
         """
-        return cls(MappingProxyType(_apply(_read(path), path)))
+        return cls.default() if path is None else cls(MappingProxyType(_apply(_read(path), path)))
 
 
 def _apply(data: Mapping[str, object], path: Path) -> dict[str, Limit]:

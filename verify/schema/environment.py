@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from needlepoint.verify.schema.result import Environment
+from needlepoint.verify.schema.version import own_version
 
 
 def collect_environment(device: str = "cpu") -> Environment:
@@ -34,14 +34,6 @@ def collect_environment(device: str = "cpu") -> Environment:
         device=device,
         world=world_size(),
     )
-
-
-def own_version() -> str:
-    """Return the version of the installed package, ``not installed`` in a bare checkout."""
-    try:
-        return version("needlepoint")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def cpu_name(cpuinfo: Path) -> str:

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from needlepoint.optimized.protocol.interface import Candidate, LayerInputs, Observed
-from needlepoint.verify.cli.app import app
-from needlepoint.verify.cli.run import run_app
+from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.diff.mapping import MAPPING_FILE
 from needlepoint.verify.recording.recording import open_recording
 from needlepoint.verify.recording.results import load_result
