@@ -9,6 +9,8 @@ starts as 0xFF.
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.build.toolchain import BuildError
 from needlepoint.optimized.cuda.candidates import plan_of
+from needlepoint.optimized.cuda.runtime import require_cuda
 from needlepoint.optimized.cuda.store import ROWS, store
 from needlepoint.optimized.cuda.weights import StoreWeights
 from needlepoint.optimized.emulation.compiled import Parameters, compute_rows, encode_rows
@@ -226,3 +230,31 @@ def sweep(
             if turn and time.monotonic() > stop:
                 break
             yield from compare_round(table, own[(turn + number) % len(own)], 997 * number + turn)
+
+
+def comparisons(rows: int, seconds: float) -> Iterator[ByteCount]:
+    """Yield the comparisons of every input, then those of a sweep."""
+    yield from sweep_inputs()
+    yield from sweep(rows, seconds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line a comparison; return 1 if a byte differs, 2 if nothing could be compared."""
+    parser = argparse.ArgumentParser(prog="byte-sweep", description=__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows compared, each format")
+    parser.add_argument("--seconds", type=float, default=60, help="limit of the comparison")
+    options = parser.parse_args(arguments)
+    differing = 0
+    try:
+        require_cuda()
+        for item in comparisons(options.rows, options.seconds):
+            differing += item.differing
+            print(f"{item.layout}, {item.inputs} in, {item.kind}: {item.differing} of {item.rows}")
+    except (ValueError, BuildError) as error:
+        sys.stderr.write(f"byte-sweep: {error}\n")
+        return 2
+    return int(differing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

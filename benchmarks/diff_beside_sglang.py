@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from needlepoint.benchmarks.diff_memory import measure, sample
+from needlepoint.benchmarks.diff_memory import measure, watch
 
 _RUN = """
 import runpy, sys, types
@@ -63,17 +63,15 @@ def compare(a: Path, b: Path, sglang: Path, packages: Path) -> tuple[float, int,
     sides = ["--baseline-path", str(a), "--target-path", str(b)]
     command = [sys.executable, "-c", _RUN, str(sglang / "srt"), *sides, "--preset", "raw"]
     environment = os.environ | {"PYTHONPATH": str(packages)}
-    with tempfile.TemporaryFile("w+") as out:
-        start, peak = time.monotonic(), 0
+    with tempfile.TemporaryFile() as out:
+        start = time.monotonic()
         process = subprocess.Popen(
             [*command, "--verbosity", "minimal"], env=environment, stdout=out, stderr=out
         )
-        while process.poll() is None:
-            peak = max(peak, sample(process.pid).get("resident", 0))
-            time.sleep(0.005)
+        peak = watch(process)["resident"]
         seconds = time.monotonic() - start
         out.seek(0)
-        plain = re.sub(r"\x1b\[[0-9;]*m", "", out.read())
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", out.read().decode(errors="replace"))
     said = re.search(r"\d+ passed.*\d+ failed.*\d+ total", plain)
     if said is None:
         raise RuntimeError(f"SGLang's comparator ended with {process.returncode} and no count")

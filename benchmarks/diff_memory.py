@@ -30,6 +30,16 @@ def sample(process: int) -> dict[str, int]:
     return {what: int(lines[key].split()[0]) for what, key in _FIELDS.items() if key in lines}
 
 
+def watch(process: subprocess.Popen[bytes]) -> dict[str, int]:
+    """Wait for a process and return the peak KiB of each kind."""
+    peaks = dict.fromkeys(_FIELDS, 0)
+    while process.poll() is None:
+        for what, size in sample(process.pid).items():
+            peaks[what] = max(peaks[what], size)
+        time.sleep(_SECONDS)
+    return peaks
+
+
 def measure(a: Path, b: Path) -> tuple[float, dict[str, int]]:
     """Return seconds and the peak KiB of each kind.
 
@@ -42,11 +52,7 @@ def measure(a: Path, b: Path) -> tuple[float, dict[str, int]]:
     run = "import sys; from needlepoint.verify.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", run, "diff", str(a), str(b), "--quiet"]
     process = subprocess.Popen(command)
-    peaks = dict.fromkeys(_FIELDS, 0)
-    while process.poll() is None:
-        for what, size in sample(process.pid).items():
-            peaks[what] = max(peaks[what], size)
-        time.sleep(_SECONDS)
+    peaks = watch(process)
     if process.returncode not in (0, 1):
         raise RuntimeError(f"diff ended with {process.returncode}; expected 0 or 1")
     return time.monotonic() - start, peaks

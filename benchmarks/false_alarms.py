@@ -26,8 +26,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from scipy.stats import beta
 
-from needlepoint.benchmarks.random_cases import LONGEST, random_case
-from needlepoint.benchmarks.random_cases_judge import CaseOutcome, faulty_swaps, judge_case
+from needlepoint.benchmarks.random_cases import (
+    LONGEST,
+    CaseOutcome,
+    faulty_swaps,
+    judge_case,
+    random_case,
+)
 from needlepoint.verify.schema.environment import collect_environment
 from needlepoint.verify.schema.result import ErrorStats
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from needlepoint.benchmarks.byte_sweep import ByteCount, sweep, sweep_inputs
+from needlepoint.benchmarks.byte_sweep import ByteCount, comparisons
 from needlepoint.benchmarks.score_engines import find_engines
 from needlepoint.benchmarks.scores import ScoreReport, run_score_bench
 from needlepoint.benchmarks.stores import (
@@ -98,11 +98,6 @@ def _sglang(folder: Path | None) -> SglangKernels | None:
         return None
 
 
-def _comparisons(rows: int, seconds: float) -> Iterator[ByteCount]:
-    yield from sweep_inputs()
-    yield from sweep(rows, seconds)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run bench and comparison; return 1 if a byte differs, 2 if one of them could not run."""
     parser = argparse.ArgumentParser(prog="gpu-report", description=__doc__)
@@ -119,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(options.out, bench, counts)  # times are kept if the comparison is cut short
         scores = run_score_bench(find_engines(options.sglang), progress=_progress)
         write(options.out, bench, counts, scores)
-        for item in _comparisons(options.rows, options.seconds):
+        for item in comparisons(options.rows, options.seconds):
             counts.append(item)
             if item.differing:
                 _progress(f"{item.differing} of {item.rows} rows differ: {item}")

@@ -7,15 +7,18 @@ the draws are the same on every machine: one that raises an alarm can be replaye
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from needlepoint.optimized.candidates.catalogue import FACTORIES
+from needlepoint.optimized.candidates.catalogue import FACTORIES, create
 from needlepoint.reference.config import MODELS, ModelConfig
+from needlepoint.reference.profile import BF16_CONTRACT
 from needlepoint.reference.weights import LayerWeights, random_layer_weights
+from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.inputs.checks import tensor_digest
 from needlepoint.verify.inputs.draw import Draw
 from needlepoint.verify.inputs.load import MINI, SYNTHETIC, Inputs, load_inputs
@@ -25,6 +28,9 @@ from needlepoint.verify.inputs.synthetic import (
     synthetic_hidden,
     synthetic_weights,
 )
+from needlepoint.verify.numerics.limits import Limits
+from needlepoint.verify.run.pipeline import verify
+from needlepoint.verify.schema.result import MATCH, LayerResult, Result
 
 SOURCES = (MINI, *(f"{SYNTHETIC}:{kind}" for kind in VARIED))
 CANDIDATES = tuple(name for name in FACTORIES if name.startswith("emulated:"))
@@ -149,6 +155,59 @@ def case_inputs(case: RandomCase) -> Inputs:
         weights_of=weights,
         constant=declares_constant(case.source.removeprefix(f"{SYNTHETIC}:")),
     )
+
+
+@dataclass(frozen=True)
+class CaseOutcome:
+    """What the judge said of a case."""
+
+    case: RandomCase
+    result: Result | None
+    """The pipeline's result; None where it refused to judge."""
+    alarm: str | None
+    """Why a correct candidate was flagged or refused; None where all is well."""
+
+
+def judge_case(case: RandomCase, limits: Limits | None = None) -> CaseOutcome:
+    """Run the whole pipeline on a case; a refusal to judge is an alarm too."""
+    try:
+        result = verify(
+            case_inputs(case),
+            [create(case.candidate)],
+            contract=BF16_CONTRACT,
+            limits=limits or Limits.default(),
+            stages=None,
+            progress=NoProgress(),
+        ).result
+    except ValueError as error:
+        return CaseOutcome(case, None, f"refused: {error}")
+    return CaseOutcome(case, result, _alarm(result))
+
+
+def faulty_swaps(layer: LayerResult) -> Mapping[str, int]:
+    """Return the swaps and picks of a layer that a correct candidate never makes."""
+    if layer.topk is None:
+        return {}
+    swaps = layer.topk.swaps
+    return {
+        "selector": swaps.selector,
+        "unknown": swaps.unknown,
+        "upstream": swaps.upstream,
+        "invalid": layer.topk.invalid,
+    }
+
+
+def _alarm(result: Result) -> str | None:
+    (candidate,) = result.candidates
+    if result.verdict != MATCH or candidate.verdict != MATCH:
+        first = candidate.first_divergence
+        where = result.detail if first is None else first.model_dump_json()
+        return f"{result.verdict}: {where}"
+    for layer in candidate.layers:
+        found = {name: count for name, count in faulty_swaps(layer).items() if count}
+        if found:
+            return f"layer {layer.layer}: {found} although the verdict is {result.verdict}"
+    return None
 
 
 def _lengths(draw: Draw, longest: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from needlepoint.benchmarks.cases import L2_FACTOR
+from needlepoint.benchmarks.cases import rotating_sets
 from needlepoint.benchmarks.score_engines import ScoreEngines, torch_scores
 from needlepoint.benchmarks.timing import Call, Side, Timing, measure
 from needlepoint.optimized.build.score_variants import MMA, default_unit
@@ -101,7 +101,7 @@ def ours(case: ScoreCase, keys: Keys, unit: str) -> Call:
 
 
 def _row(name: str, case: ScoreCase, sides: list[Side | None], rounds: int) -> ScoreRow:
-    times = measure([side for side in sides if side is not None], rounds)
+    times = measure(sides, rounds)
     rate = OPERATIONS * visible(case) / times[0].median_us / 1e6
     return ScoreRow(name, tuple(times), f"{rate:.0f} TFLOP/s")
 
@@ -145,7 +145,7 @@ def bench_decode(row: str, requests: int, keys: int, engines: ScoreEngines) -> S
     ]
     if row == "fp8":
         sides.append(engines.paged(cases, [pages.pages for pages in paged], paged))
-    times = measure([side for side in sides if side is not None])
+    times = measure(sides)
     rate = requests * keys * KEY_BYTES[row] / times[0].median_us / 1e6
     return ScoreRow(f"paged decode {row} {requests} x {keys}", tuple(times), f"{rate:.2f} TB/s")
 
@@ -174,8 +174,7 @@ def bench_decode_topk(row: str, requests: int, keys: int) -> ScoreRow:
 def bench_topk(rows: int, columns: int, special: str, engines: ScoreEngines) -> ScoreRow:
     """Measure selection of 512 from random scores; ``special`` as in :data:`TOPK`."""
     generator = torch.Generator(device="cuda").manual_seed(0)
-    l2 = torch.cuda.get_device_properties("cuda").L2_cache_size
-    calls = max(SETS, -(-L2_FACTOR * l2 // (4 * rows * columns)))
+    calls = rotating_sets(4 * rows * columns)
     slope = torch.linspace(0, 3 if special == "rising" else 0, columns, device="cuda")
     values = [
         torch.randn(rows, columns, generator=generator, device="cuda") + slope
@@ -193,7 +192,7 @@ def bench_topk(rows: int, columns: int, special: str, engines: ScoreEngines) -> 
         engines.topk(values, context_lens, K),
         Side("torch", [partial(torch.topk, x, K, dim=1) for x in values]),
     ]
-    times = measure([side for side in sides if side is not None], 15)
+    times = measure(sides, 15)
     rate = 4 * rows * columns / times[0].median_us / 1e6
     name = f"top-{K} of {rows} x {columns} {special}".rstrip()
     return ScoreRow(name, tuple(times), f"{rate:.2f} TB/s")

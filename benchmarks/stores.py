@@ -14,8 +14,13 @@ from typing import Final
 
 import torch
 
-from needlepoint.benchmarks.cases import StoreBench, StoreCase, make_store
-from needlepoint.benchmarks.queries import QueryBench, make_query
+from needlepoint.benchmarks.cases import (
+    QueryBench,
+    StoreBench,
+    StoreCase,
+    make_query,
+    make_store,
+)
 from needlepoint.benchmarks.timing import (
     Timing,
     copy_rate,
@@ -200,11 +205,8 @@ def bench_query(tokens: int, heads: int, row: str, sglang: SglangKernels | None)
 
 def _row(name: str, bench: StoreBench | QueryBench, sglang: SglangKernels | None) -> BenchRow:
     floor = bench.case.floor_bytes if isinstance(bench, StoreBench) else bench.floor_bytes
-    ours = bench.ours()
-    theirs = None if sglang is None else bench.sglang(sglang)
-    sides = [ours] if theirs is None else [ours, theirs]
-    times = measure(sides)
-    mine, other = times[0], times[1] if theirs is not None else None
+    mine, *others = measure([bench.ours(), None if sglang is None else bench.sglang(sglang)])
+    other = others[0] if others else None
     rate = copy_rate(max(floor // 2, 2**20))
     return BenchRow(
         name=name,

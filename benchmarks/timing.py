@@ -24,33 +24,16 @@ WARMUPS = 3
 
 @dataclass(frozen=True)
 class Side:
-    """One implementation of a piece of work.
-
-    Attributes
-    ----------
-    name
-        Name in tables.
-    calls
-        One call an input set; each is captured once.
-    """
+    """One implementation of a piece of work."""
 
     name: str
     calls: Sequence[Call]
+    """One call an input set; each is captured once."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one call of a side.
-
-    Attributes
-    ----------
-    name
-        Name of the side.
-    median_us
-        Median over rounds, microseconds a call.
-    low_us, high_us
-        Lower and upper quartile over rounds.
-    """
+    """Microseconds of one call of a side: median and quartiles over rounds."""
 
     name: str
     median_us: float
@@ -58,13 +41,14 @@ class Timing:
     high_us: float
 
 
-def measure(sides: Sequence[Side], rounds: int = 25) -> list[Timing]:
+def measure(given: Sequence[Side | None], rounds: int = 25) -> list[Timing]:
     """Return the time of every side, in order.
 
     Parameters
     ----------
-    sides
-        Implementations to compare; their calls must be capturable and run on the current stream.
+    given
+        Implementations to compare, None for an absent one, which is left out; their calls must be
+        capturable and run on the current stream.
     rounds
         Replays of each side.
 
@@ -73,6 +57,7 @@ def measure(sides: Sequence[Side], rounds: int = 25) -> list[Timing]:
     ValueError
         If there is no side, or one without calls.
     """
+    sides = [side for side in given if side is not None]
     if not sides or any(not side.calls for side in sides) or rounds < 4:
         raise ValueError(
             f"{len(sides)} sides, {rounds} rounds: expected a side with a call and 4 rounds"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from needlepoint import benchmarks
 from needlepoint.benchmarks import byte_sweep
 from needlepoint.benchmarks.byte_sweep import ByteCount
 from needlepoint.verify.workloads.projections import KINDS
@@ -53,3 +57,20 @@ def test_enough_time_gives_every_format_its_rows(rounds: Counter[tuple[object, .
     for ratio, dim in byte_sweep.SHAPES:
         own = sum(count for key, count in rounds.items() if key[:2] == (ratio, dim))
         assert own * byte_sweep.ROUND_TOKENS // ratio >= 10**7 * 4 // ratio
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_a_card_the_sweep_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert byte_sweep.main([]) == 2
+    assert "byte-sweep: no CUDA device" in capsys.readouterr().err
+
+
+def test_the_package_says_what_every_module_measures() -> None:
+    folder = Path(benchmarks.__file__).parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    named, parts = (benchmarks.__doc__ or "").split("``needlepoint bench`` runs")
+    runnable = set(re.findall(r"^``(\w+)``$", named, re.MULTILINE))
+    assert runnable | set(re.findall(r"``(\w+)``", parts)) == modules
+    for name in modules:
+        text = (folder / f"{name}.py").read_text()
+        assert ('if __name__ == "__main__":' in text) == (name in runnable), name

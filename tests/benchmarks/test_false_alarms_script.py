@@ -1,33 +1,23 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from needlepoint.benchmarks.random_cases import RandomCase
-from needlepoint.benchmarks.random_cases_judge import CaseOutcome, judge_case
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "false_alarms.py"
+from needlepoint.benchmarks import false_alarms
+from needlepoint.benchmarks.random_cases import CaseOutcome, RandomCase, judge_case
 
 Main = Callable[..., int]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("false_alarms", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "false_alarms", module)  # dataclasses look it up by name
-    spec.loader.exec_module(module)
+def script() -> Iterator[ModuleType]:
     threads = torch.get_num_threads()
-    yield module
+    yield false_alarms
     torch.set_num_threads(threads)
 
 

@@ -10,9 +10,9 @@ from needlepoint.benchmarks.random_cases import (
     SOURCES,
     RandomCase,
     case_inputs,
+    judge_case,
     random_case,
 )
-from needlepoint.benchmarks.random_cases_judge import judge_case
 from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.candidates.emulated import EmulatedCandidate
 from needlepoint.optimized.protocol.interface import LayerInputs, Observed
@@ -100,7 +100,7 @@ def test_a_fault_raises_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
         claims = {"name": create(name).info.name}
         return WrappedCandidate(planted("needle-of-one-query-lost"), inner=name, claims=claims)
 
-    monkeypatch.setattr("needlepoint.benchmarks.random_cases_judge.create", faulty)
+    monkeypatch.setattr("needlepoint.benchmarks.random_cases.create", faulty)
 
     outcome = judge_case(random_case(SEED, 1, LONGEST))
 
