@@ -124,13 +124,15 @@ def compare_masked_scores(
         error = (found.masked_fill(hidden, 0.0) - shown).abs()
         ratio = torch.where(masks_agree, in_units(error, bound[rows].to(torch.float64)), math.inf)
         worst = ratio.argmax(1, keepdim=True)
-        there, meant = found.gather(1, worst), expected.gather(1, worst)
+        candidate_worst, reference_worst = found.gather(1, worst), expected.gather(1, worst)
         seen = found.masked_fill(hidden, 0.0)
         reach = bound[rows].masked_fill(hidden, 0.0)
         tally = plain_tally(seen, shown, reach, fp32=False, directed=directed)
         tally[:, Tally.SPREAD] = _spread(expected, hidden)
-        row = worst_of(ratio, seen, shown, ulps_apart(there, meant, drop=0), tally)
-        parts.append(replace(row, expected=meant[:, 0], found=there[:, 0]))
+        row = worst_of(
+            ratio, seen, shown, ulps_apart(candidate_worst, reference_worst, drop=0), tally
+        )
+        parts.append(replace(row, expected=reference_worst[:, 0], found=candidate_worst[:, 0]))
     return RowErrors.concatenate(parts)
 
 

@@ -104,9 +104,11 @@ def _compare_block(codes: Tensor, scales: Tensor, reference: ErrorBound, fmt: Fo
     nearest = encode_element(scaled, fmt.ties)
     lower, upper = rounding_cell(codes, fmt)
     needed = torch.maximum(lower - scaled, scaled - upper)
-    meant = decode_element(nearest)
-    tally = rounded_tally(value, meant, needed, (lower, upper), scaled, delta, _BITS[fmt.element])
-    ratio = settle_ties(in_units(needed.clamp(min=0), delta), delta, value == meant)
+    expected = decode_element(nearest)
+    tally = rounded_tally(
+        value, expected, needed, (lower, upper), scaled, delta, _BITS[fmt.element]
+    )
+    ratio = settle_ties(in_units(needed.clamp(min=0), delta), delta, value == expected)
     distance = (_ordered(codes, sign) - _ordered(nearest, sign)).abs()
     stored = decode(encode(reference.value, fmt), fmt)
     tally = with_format(tally, reference.value, reference.delta, stored)

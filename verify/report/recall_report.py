@@ -85,8 +85,8 @@ def _grid(recall: RecallResult) -> Table:
 
 def _hits(cells: Sequence[RecallCell]) -> str:
     rows, hits = sum(c.rows for c in cells), sum(c.hits for c in cells)
-    meant = sum(c.reference_hits for c in cells)
-    return f"{hits}/{rows}" + ("" if meant == hits else f" ({meant})") if rows else ""
+    reference = sum(c.reference_hits for c in cells)
+    return f"{hits}/{rows}" + ("" if reference == hits else f" ({reference})") if rows else ""
 
 
 def _asides(recall: RecallResult) -> list[str]:

@@ -118,14 +118,14 @@ def recall_svg(result: Result) -> str:
 def _cell(cell: RecallCell, x: float, y: float) -> str:
     rate = cell.hits / cell.rows if cell.rows else 0.0
     fill = _colour(rate) if cell.exercised else "#d8d8d8"
-    meant = f", reference {cell.reference_hits}" if cell.reference_hits != cell.hits else ""
+    reference = f", reference {cell.reference_hits}" if cell.reference_hits != cell.hits else ""
     note = "" if cell.exercised else ", not exercised"
     interval = "" if cell.ci95 is None else f", 95 % [{cell.ci95[0]:.3f}, {cell.ci95[1]:.3f}]"
     middle = x + _CELL_WIDTH / 2
     ink = "#000" if rate > _LIGHT or not cell.exercised else "#fff"
     return (
         f'<g><rect x="{x}" y="{y}" width="{_CELL_WIDTH - 2}" height="{_CELL_HEIGHT - 2}"'
-        f' fill="{fill}"/><title>{cell.hits} of {cell.rows}{meant}{interval}{note}</title>'
+        f' fill="{fill}"/><title>{cell.hits} of {cell.rows}{reference}{interval}{note}</title>'
         + _text(middle, y + 14, f"{rate:.2f}" if cell.exercised else "not exercised", "middle", ink)
         + _text(middle, y + 27, f"{cell.hits}/{cell.rows}", "middle", ink)
         + "</g>"

@@ -56,8 +56,10 @@ def _recalled(result: Result) -> str:
         shown: str = recall.conclusion
         if shown == "not shown" and recall.detectable_drop is not None:
             shown += f" (detectable drop {recall.detectable_drop:.3f})"
-        meant = recall.hits + recall.lost - recall.gained
-        parts.append(f"{candidate.name} {recall.hits} of {recall.rows}, reference {meant}: {shown}")
+        reference = recall.hits + recall.lost - recall.gained
+        parts.append(
+            f"{candidate.name} {recall.hits} of {recall.rows}, reference {reference}: {shown}"
+        )
     return "; ".join(parts)
 
 

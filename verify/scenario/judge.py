@@ -126,30 +126,30 @@ class ByteJudge:
         if first >= stop:
             return None
         found = opened(paged).raw_rows(paged.page_table[0], stop)[first:]
-        meant = self._expected.rows(path, view, first, stop)
-        if np.array_equal(found, meant):
+        expected = self._expected.rows(path, view, first, stop)
+        if np.array_equal(found, expected):
             return None
-        wrong = np.flatnonzero((found != meant).any(axis=1))
+        wrong = np.flatnonzero((found != expected).any(axis=1))
         row = int(wrong[0])
         entry, ratio = first + row, self._bank.ratio
         detail = (
             f"{len(wrong)} of {stop - first} rows differ from the same tokens alone; "
-            f"{int((found[row] != meant[row]).sum())} of {found.shape[1]} bytes of this one"
+            f"{int((found[row] != expected[row]).sum())} of {found.shape[1]} bytes of this one"
         )
         return Problem(path, STORED, (entry + 1) * ratio - 1, entry, detail)
 
     def queries(self, view: View, start: int, found: QueryRows) -> Problem | None:
         """Judge the stored queries and weights of consecutive tokens from ``start`` on."""
         count = len(found.weights)
-        meant = self._expected.query(self._bank.rows(view.texts[start : start + count], start))
-        if meant is None:
+        expected = self._expected.query(self._bank.rows(view.texts[start : start + count], start))
+        if expected is None:
             return None
-        for stage, own, theirs in (
-            (QUERIES, found.codes, meant.codes),
-            (QUERIES, found.scales, meant.scales),
-            (WEIGHTS, found.weights, meant.weights),
+        for stage, candidate, theirs in (
+            (QUERIES, found.codes, expected.codes),
+            (QUERIES, found.scales, expected.scales),
+            (WEIGHTS, found.weights, expected.weights),
         ):
-            row = _first_difference(own, theirs)
+            row = _first_difference(candidate, theirs)
             if row is not None:
                 detail = "differs from the same token alone"
                 return Problem(QUERY, stage, start + row, None, detail)
@@ -165,9 +165,9 @@ class ByteJudge:
         raw = self._expected.rows(INDEX, view, 0, calls.entries)
         keys = self._expected.values(INDEX, raw)
         profile = self._expected.arithmetic
-        meant = index_scores(query, weights, keys, calls.visible, unrounded_fp32(profile))
+        expected = index_scores(query, weights, keys, calls.visible, unrounded_fp32(profile))
         bound = ScoreBound.of_keys(exact(keys), profile).of_queries(exact(query), exact(weights))
-        return judge_calls(calls, meant, bound, self._bank.inputs.topk)
+        return judge_calls(calls, expected, bound, self._bank.inputs.topk)
 
 
 @dataclass(frozen=True)
@@ -211,28 +211,28 @@ class Calls:
         )
 
 
-def judge_calls(calls: Calls, meant: Tensor, bound: Tensor, k: int) -> Problem | None:
+def judge_calls(calls: Calls, expected: Tensor, bound: Tensor, k: int) -> Problem | None:
     """Judge scores and picks against reference scores ``[n, entries]`` and their bound."""
-    own = calls.scores
-    if own is not None:
-        wrong = _wrong_scores(own, meant, bound, calls.visible)
+    candidate = calls.scores
+    if candidate is not None:
+        wrong = _wrong_scores(candidate, expected, bound, calls.visible)
         if wrong is not None:
             return Problem(INDEX, SCORES, int(calls.position[wrong[0]]), None, wrong[1])
     if calls.topk is None:
         return None
-    best = select_topk(meant, k)
+    best = select_topk(expected, k)
     if calls.topk.shape == best.shape and bool((calls.topk == best).all()):
         return None
     # A candidate that brings no scores is held to the bound of the reference's.
     judged = judge_picks(
         calls.topk,
         best,
-        meant if own is None else own,
-        meant,
+        expected if candidate is None else candidate,
+        expected,
         bound,
         calls.visible,
         k,
-        own_radius=bound if own is None else None,
+        own_radius=bound if candidate is None else None,
     )
     failed = judged.failed().nonzero()
     if not len(failed):
@@ -281,16 +281,16 @@ def _padded(scores: Sequence[Tensor | None], entries: int) -> Tensor | None:
 
 
 def _wrong_scores(
-    own: Tensor, meant: Tensor, bound: Tensor, visible: Tensor
+    candidate: Tensor, expected: Tensor, bound: Tensor, visible: Tensor
 ) -> tuple[int, str] | None:
     """Return the first row whose scores are out of their bound or masked wrongly, and why."""
-    hidden = torch.arange(own.shape[1]) >= visible[:, None]
-    leaks = ((own > -torch.inf) & hidden).any(1) | torch.isnan(own).any(1)
-    if own.shape[1] > meant.shape[1]:
+    hidden = torch.arange(candidate.shape[1]) >= visible[:, None]
+    leaks = ((candidate > -torch.inf) & hidden).any(1) | torch.isnan(candidate).any(1)
+    if candidate.shape[1] > expected.shape[1]:
         row = int(leaks.nonzero()[0])
         return row, "has scores of an unfinished window"
-    missing = ((own == -torch.inf) & ~hidden).any(1)
-    gap = torch.where(hidden, 0.0, (own - meant).abs())
+    missing = ((candidate == -torch.inf) & ~hidden).any(1)
+    gap = torch.where(hidden, 0.0, (candidate - expected).abs())
     far = (gap > bound).any(1)
     for mask, words in (
         (leaks, "has a score of an entry that it must not see, or NaN"),
@@ -303,13 +303,13 @@ def _wrong_scores(
     return None
 
 
-def _first_difference(own: Tensor | None, meant: Tensor | None) -> int | None:
+def _first_difference(candidate: Tensor | None, expected: Tensor | None) -> int | None:
     """Return the first row of which bytes differ, or None."""
-    if own is None or meant is None:
-        return None if own is meant else 0
-    if own.shape != meant.shape or own.dtype != meant.dtype:
+    if candidate is None or expected is None:
+        return None if candidate is expected else 0
+    if candidate.shape != expected.shape or candidate.dtype != expected.dtype:
         return 0
-    a, b = (x.cpu().contiguous().view(torch.uint8).flatten(1) for x in (own, meant))
+    a, b = (x.cpu().contiguous().view(torch.uint8).flatten(1) for x in (candidate, expected))
     rows = (a != b).any(1).nonzero()
     return int(rows[0]) if len(rows) else None
 
@@ -346,12 +346,12 @@ class LimitJudge:
         """Judge the stored queries and weights of consecutive tokens."""
         if not len(found.weights):
             return None
-        meant = self._block(view)
+        expected = self._block(view)
         rows = slice(start, start + len(found.weights))
         fmt = self._arithmetic.index_query
-        query = compare_encoded(encoded_queries(found, fmt), meant.query.rows(rows), fmt)
+        query = compare_encoded(encoded_queries(found, fmt), expected.query.rows(rows), fmt)
         weights = compare_dense(
-            unfolded_weights(found), meant.weights.rows(rows), self._arithmetic.weights
+            unfolded_weights(found), expected.weights.rows(rows), self._arithmetic.weights
         )
         for stage, errors in ((QUERIES, query), (WEIGHTS, weights)):
             row = _first_beyond(errors, self._limits[stage].value)
@@ -365,12 +365,12 @@ class LimitJudge:
         calls = Calls.of(seen, self._bank.ratio)
         if calls is None:
             return None
-        meant = self._block(view)
+        expected = self._block(view)
         rows, columns = calls.position, calls.entries
         return judge_calls(
             calls,
-            meant.scores[rows, :columns].to(torch.float64),
-            meant.bound[rows, :columns],
+            expected.scores[rows, :columns].to(torch.float64),
+            expected.bound[rows, :columns],
             self._bank.inputs.topk,
         )
 

@@ -194,6 +194,6 @@ def _judge(
         own = reference_expected(tokens.ratio, scenario.seed, scenario.state)
         return ByteJudge(tokens, own)
     if info.profile == NEEDLEPOINT:
-        meant = specification_rows(tokens.ratio, scenario.seed, info.format, scenario.state)
-        return ByteJudge(tokens, meant)
+        expected = specification_rows(tokens.ratio, scenario.seed, info.format, scenario.state)
+        return ByteJudge(tokens, expected)
     return LimitJudge(tokens, info)

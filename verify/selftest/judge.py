@@ -149,12 +149,12 @@ class GroundJudge:
         }
         self.query: QueryReference | None = None
         self.blocks: list[Block] = []
-        self._meant: list[ReferenceBlock] = []
+        self._reference: list[ReferenceBlock] = []
         if given.query is not None:
             width = given.query.q.shape[1] * given.query.q.shape[2]
             self.blocks = list(query_blocks(given.lengths, given.ratio, width))
             self.query = QueryReference(given, arithmetic, self.keys[INDEX], RotatedQueries(given))
-            self._meant = [self.query.block(block) for block in self.blocks]
+            self._reference = [self.query.block(block) for block in self.blocks]
 
     def planted(self, case: Case) -> Planted:
         """Return a candidate with a fault or control."""
@@ -187,13 +187,13 @@ class GroundJudge:
     def pair(self, name: str, observed: Observed) -> Pair | None:
         """Return the tensor of a stage and its reference, as other comparisons see them."""
         arithmetic = needlepoint_profile(self.ground.key_format)
-        return pair_of(name, observed, self.ground.given, self.keys, self._meant, arithmetic)
+        return pair_of(name, observed, self.ground.given, self.keys, self._reference, arithmetic)
 
     def picks(self, observed: Observed) -> Pair | None:
         """Return the picks of a run and the reference's; None where there are none."""
         if observed.topk is None or self.query is None:
             return None
-        return observed.topk, torch.cat([meant.picks for meant in self._meant])
+        return observed.topk, torch.cat([block.picks for block in self._reference])
 
     def _declared(self, case: Case) -> frozenset[StageKey]:
         given = self.ground.given
@@ -211,7 +211,7 @@ class GroundJudge:
         if self.query is None or not has_query_side(observed) or not _QUERY_PARTS & changed:
             return errors, None
         judge = QueryJudge(given, observed, self.query, stored.get(INDEX), self._limits)
-        blocks = [judge.judge(*pair) for pair in zip(self.blocks, self._meant, strict=True)]
+        blocks = [judge.judge(*pair) for pair in zip(self.blocks, self._reference, strict=True)]
         return errors | joined_blocks(blocks), joined_picks(blocks)
 
     def _failed(self, errors: Mapping[StageKey, StageErrors], way: str) -> bool:
