@@ -12,9 +12,9 @@ from subprocess import CompletedProcess
 import jsonschema
 import pytest
 import torch
+from support.servers import WholePromptsOnly, raising
 
 from needlepoint.optimized.candidates.catalogue import FACTORIES, create
-from needlepoint.optimized.protocol.interface import CandidateInfo, LayerInputs, Observed, StageKey
 from needlepoint.optimized.protocol.serving import StatefulCandidate
 from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.recording.results import shipped_schema
@@ -29,18 +29,6 @@ from needlepoint.verify.selftest.faults.scenario import FAULTS
 
 Cli = Callable[..., CompletedProcess[str]]
 FP8 = "emulated:fused-fp8"
-
-
-class WholePromptsOnly:
-    """A candidate without ``serve``."""
-
-    info = CandidateInfo("whole", "fp8", "cpu", "needlepoint", "-", "0" * 64)
-
-    def stages(self, ratio: int) -> frozenset[StageKey]:
-        return frozenset({("main", "stored")})
-
-    def run(self, inputs: LayerInputs) -> Observed:
-        raise NotImplementedError
 
 
 @pytest.fixture
@@ -140,20 +128,7 @@ def test_a_candidate_without_serve_is_listed(
 def test_a_candidate_that_raises_is_no_verdict(
     cli: Cli, file: Callable[..., str], known: Callable[[str, object], str]
 ) -> None:
-    (fault,) = [fault for fault in FAULTS if fault.id == "drafts-kept"]
-    candidate = fault.candidate()
-
-    class Raising(type(candidate)):  # type: ignore[misc]
-        def serve(self, *given: object) -> object:
-            server = super().serve(*given)
-
-            def step(batch: object) -> object:
-                raise RuntimeError("no card")
-
-            server.step = step
-            return server
-
-    name = known("raising", Raising("fp8", candidate.order))
+    name = known("raising", raising(lambda: RuntimeError("no card")))
     done = cli("--scenario", file(Prefill(("a",), (9,))), "--candidate", name)
 
     assert done.returncode == 2
@@ -163,20 +138,7 @@ def test_a_candidate_that_raises_is_no_verdict(
 def test_a_server_can_be_interrupted(
     cli: Cli, file: Callable[..., str], known: Callable[[str, object], str]
 ) -> None:
-    (fault,) = [fault for fault in FAULTS if fault.id == "drafts-kept"]
-    candidate = fault.candidate()
-
-    class Interrupted(type(candidate)):  # type: ignore[misc]
-        def serve(self, *given: object) -> object:
-            server = super().serve(*given)
-
-            def step(batch: object) -> object:
-                raise KeyboardInterrupt
-
-            server.step = step
-            return server
-
-    name = known("interrupted", Interrupted("fp8", candidate.order))
+    name = known("interrupted", raising(KeyboardInterrupt))
     done = cli("--scenario", file(Prefill(("a",), (9,))), "--candidate", name)
 
     assert done.returncode == 130

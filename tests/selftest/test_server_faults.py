@@ -1,23 +1,18 @@
-"""Every planted fault is caught by its scenario, and the sound server is not flagged by any."""
+"""Faults between calls: other formats, whole prompts and the words of what was seen.
+
+That each is caught by its scenario, and the sound server by none, is in ``test_selftest.py``.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
 from needlepoint.optimized.candidates.emulated import EmulatedCandidate, Order
 from needlepoint.verify.scenario.bank import bank
 from needlepoint.verify.scenario.rules import check
 from needlepoint.verify.scenario.trial import try_candidate
-from needlepoint.verify.selftest.faults.scenario import FAULTS, ScenarioFault, seen, wrong_residues
+from needlepoint.verify.selftest.faults.scenario import FAULTS, wrong_residues
 from needlepoint.verify.selftest.faults.servers import FirstDecodeStale, NewestHidden, Tail
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
-def test_the_fault_is_caught_and_the_sound_server_is_not(fault: ScenarioFault) -> None:
-    assert fault.caught() is not None
-    assert seen(fault.scenario, EmulatedCandidate("fp8", Order.FUSED)) is None
 
 
 def test_faults_are_caught_in_another_format() -> None:
