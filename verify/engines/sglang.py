@@ -45,26 +45,15 @@ _ROWS = 256
 
 @dataclass(frozen=True)
 class Kernels:
-    """What is called, and where it came from.
+    """What is called, and where it came from."""
 
-    Attributes
-    ----------
-    compress, norm_rope, topk
-        Modules of the package.
-    version
-        Of the package.
-    digest
-        SHA-256 over the CUDA sources that the calls compile.
-    device
-        Where tensors live.
-    """
-
+    # Modules of the package.
     compress: Any
     norm_rope: Any
     topk: Any
-    version: str
-    digest: str
-    device: str = "cuda"
+    version: str  # Of the package.
+    digest: str  # SHA-256 over the CUDA sources that the calls compile.
+    device: str = "cuda"  # Where tensors live.
 
 
 def load_kernels() -> Kernels:

@@ -203,24 +203,12 @@ BLOCK: Final = 128
 
 @dataclass(frozen=True)
 class Spelling:
-    """One family of names.
+    """One family of names."""
 
-    Attributes
-    ----------
-    name
-        What to call it in messages.
-    attention
-        What stands between the layer and its tensors.
-    parts
-        Our name of a tensor to its name behind ``attention``.
-    owned
-        Prefixes behind ``attention`` under which every tensor must be known.
-    """
-
-    name: str
-    attention: str
-    parts: Mapping[str, str]
-    owned: tuple[str, ...]
+    name: str  # What to call it in messages.
+    attention: str  # What stands between the layer and its tensors.
+    parts: Mapping[str, str]  # Our name of a tensor to its name behind ``attention``.
+    owned: tuple[str, ...]  # Prefixes behind ``attention`` under which every tensor must be known.
 
 
 def _compressor(path: str, prefix: str, names: tuple[str, str, str, str]) -> dict[str, str]:

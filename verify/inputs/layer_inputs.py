@@ -30,21 +30,11 @@ _BLOCK_TOKENS = 1024
 
 @dataclass(frozen=True)
 class GivenLayer:
-    """The given tensors of one layer, and what the reference needs of it besides.
+    """The given tensors of one layer, and what the reference needs of it besides."""
 
-    Attributes
-    ----------
-    inputs
-        What candidates are given: projections rounded to fp32, and constants.
-    latent
-        ``[tokens, q_lora_rank]`` query latent, for attention.
-    window
-        ``[tokens, head_dim]`` window projections, for attention.
-    """
-
-    inputs: LayerInputs
-    latent: Tensor
-    window: Tensor
+    inputs: LayerInputs  # What candidates are given: projections rounded to fp32, and constants.
+    latent: Tensor  # ``[tokens, q_lora_rank]`` query latent, for attention.
+    window: Tensor  # ``[tokens, head_dim]`` window projections, for attention.
 
     def projected(self, request: int, start: int, stop: int) -> Projected:
         """Return the projections of tokens ``start .. stop - 1`` of a request, float64."""

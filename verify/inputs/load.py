@@ -38,44 +38,22 @@ SYNTHETIC = "synthetic"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run is given.
+    """What a run is given."""
 
-    Attributes
-    ----------
-    name
-        As the user named it, for example ``mini`` or ``synthetic:ties``.
-    sha256
-        Of the bytes of the hidden states, in layer order; states that layers share count once.
-    config
-        Model shapes.
-    requests
-        Tokens of each request.
-    layers
-        Layers to run, ascending.
-    seed
-        Of the random weights, synthetic states and page permutations.
-    states
-        Hidden states by layer: bf16 ``[tokens, hidden_size]``.
-    weights_of
-        Makes the weights of a layer.
-    needles
-        Where answers stand, for recall; empty where the input marks none.
-    constant
-        Whether the input is meant to be the same in every row, so that stages may be.
-    checkpoint
-        Folder that the weights are read from, as the user named it; None where they are drawn.
-    """
-
-    name: str
+    name: str  # As the user named it, for example ``mini`` or ``synthetic:ties``.
+    # Of the bytes of the hidden states, in layer order; states that layers share count once.
     sha256: str
-    config: ModelConfig
-    requests: tuple[int, ...]
-    layers: tuple[int, ...]
-    seed: int
-    states: Mapping[int, Tensor]
-    weights_of: Callable[[int], LayerWeights]
+    config: ModelConfig  # Model shapes.
+    requests: tuple[int, ...]  # Tokens of each request.
+    layers: tuple[int, ...]  # Layers to run, ascending.
+    seed: int  # Of the random weights, synthetic states and page permutations.
+    states: Mapping[int, Tensor]  # Hidden states by layer: bf16 ``[tokens, hidden_size]``.
+    weights_of: Callable[[int], LayerWeights]  # Makes the weights of a layer.
+    # Where answers stand, for recall; empty where the input marks none.
     needles: tuple[RequestNeedle, ...] = ()
+    # Whether the input is meant to be the same in every row, so that stages may be.
     constant: bool = False
+    # Folder that the weights are read from, as the user named it; None where they are drawn.
     checkpoint: str | None = None
 
     @property

@@ -14,21 +14,13 @@ WINDOW: Final = 128
 
 @dataclass(frozen=True)
 class Needle:
-    """One needle of a request.
+    """One needle of a request."""
 
-    Attributes
-    ----------
-    start, stop
-        Tokens of the answer, half open.
-    query
-        Position of the token that asks.
-    depth
-        Where it was wanted, 0 to 1, or the part of the query's position at which it starts.
-    """
-
+    # Tokens of the answer, half open.
     start: int
     stop: int
-    query: int
+    query: int  # Position of the token that asks.
+    # Where it was wanted, 0 to 1, or the part of the query's position at which it starts.
     depth: float
 
     @property

@@ -175,27 +175,15 @@ def _pow2_norm(width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SyntheticKind:
-    """One kind of synthetic input.
+    """One kind of synthetic input."""
 
-    Attributes
-    ----------
-    name
-        As in ``synthetic:NAME``.
-    reaches
-        What the kind is for.
-    hidden
-        ``(lengths, width, draw)`` -> bf16 ``[sum(lengths), width]``.
-    adjust
-        ``(weights, draw)`` -> the layer's weights, changed where the kind needs it.
-    constant
-        Whether all rows of a stage may be alike, which is refused elsewhere.
-    """
-
-    name: str
-    reaches: str
+    name: str  # As in ``synthetic:NAME``.
+    reaches: str  # What the kind is for.
+    # ``(lengths, width, draw)`` -> bf16 ``[sum(lengths), width]``.
     hidden: Callable[[Sequence[int], int, Draw], Tensor]
+    # ``(weights, draw)`` -> the layer's weights, changed where the kind needs it.
     adjust: Callable[[LayerWeights, Draw], LayerWeights] = keep_weights
-    constant: bool = False
+    constant: bool = False  # Whether all rows of a stage may be alike, which is refused elsewhere.
 
 
 def synthetic_hidden(kind: str, lengths: Sequence[int], width: int, seed: int) -> Tensor:

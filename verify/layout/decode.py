@@ -18,27 +18,19 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DecodedRows:
-    """Stored rows of one request, decoded.
+    """Stored rows of one request, decoded."""
 
-    Attributes
-    ----------
-    codes
-        ``[entries, n]`` as stored: uint8 E4M3 codes (n = 128, or 448 for main-584), uint8 E2M1
-        codes one a byte (n = 128), uint16 bf16 bits, uint64 float64 bits.
-    scales
-        ``[entries, blocks]``: float32 (index-fp8, one block), uint8 UE8M0 exponent codes
-        (index-fp4: 4, main-584: 7), None for unscaled layouts.
-    values
-        float64 ``[entries, d]``, scales applied; all 512 dims for main-584. A NaN code or scale
-        gives NaN.
-    rope_codes
-        uint16 bf16 bits ``[entries, 64]`` of the RoPE dims of main-584, else None; their values are
-        the last 64 columns of ``values``.
-    """
-
+    # ``[entries, n]`` as stored: uint8 E4M3 codes (n = 128, or 448 for main-584), uint8 E2M1 codes
+    # one a byte (n = 128), uint16 bf16 bits, uint64 float64 bits.
     codes: NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint64]
+    # ``[entries, blocks]``: float32 (index-fp8, one block), uint8 UE8M0 exponent codes (index-fp4:
+    # 4, main-584: 7), None for unscaled layouts.
     scales: NDArray[np.float32] | NDArray[np.uint8] | None
+    # float64 ``[entries, d]``, scales applied; all 512 dims for main-584. A NaN code or scale gives
+    # NaN.
     values: Values
+    # uint16 bf16 bits ``[entries, 64]`` of the RoPE dims of main-584, else None; their values are
+    # the last 64 columns of ``values``.
     rope_codes: NDArray[np.uint16] | None = None
 
 

@@ -66,27 +66,13 @@ LAYOUTS: dict[str, Layout] = {
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """Sizes of a pool.
+    """Sizes of a pool."""
 
-    Attributes
-    ----------
-    layout
-        Layout name.
-    page_size
-        Rows a page.
-    row_bytes
-        Bytes a row occupies, row padding included.
-    page_stride
-        Bytes from one page to the next.
-    planes
-        Byte offset of each plane in the page, and the plane.
-    """
-
-    layout: str
-    page_size: int
-    row_bytes: int
-    page_stride: int
-    planes: tuple[tuple[int, Plane], ...]
+    layout: str  # Layout name.
+    page_size: int  # Rows a page.
+    row_bytes: int  # Bytes a row occupies, row padding included.
+    page_stride: int  # Bytes from one page to the next.
+    planes: tuple[tuple[int, Plane], ...]  # Byte offset of each plane in the page, and the plane.
 
 
 def geometry(

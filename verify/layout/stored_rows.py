@@ -27,24 +27,14 @@ REPLAYABLE = 2.0**59
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows of one path, all requests.
+    """Rows of one path, all requests."""
 
-    Attributes
-    ----------
-    layout
-        Page layout.
-    values
-        float64 ``[entries, d]``, scales applied.
-    encoded
-        Codes and scales as the format of the profile has them: all dims, or the 448 nope dims of
-        ``main-584``. Unscaled layouts hold their values.
-    rope
-        float64 ``[entries, 64]``, the bf16 RoPE dims of ``main-584``; None elsewhere.
-    """
-
-    layout: str
-    values: Tensor
+    layout: str  # Page layout.
+    values: Tensor  # float64 ``[entries, d]``, scales applied.
+    # Codes and scales as the format of the profile has them: all dims, or the 448 nope dims of
+    # ``main-584``. Unscaled layouts hold their values.
     encoded: Encoded
+    # float64 ``[entries, 64]``, the bf16 RoPE dims of ``main-584``; None elsewhere.
     rope: Tensor | None
 
     def rows(self, rows: slice) -> StoredRows:

@@ -106,18 +106,10 @@ def _reach(value: Tensor, delta: Tensor, held: Tensor, scale: Tensor, fmt: Forma
 
 @dataclass(frozen=True)
 class ScoreBound:
-    """Bound of the scores of many queries against one set of keys.
+    """Bound of the scores of many queries against one set of keys."""
 
-    Attributes
-    ----------
-    right
-        float32 [2 d, keys]: radii of the keys over their magnitudes.
-    lost
-        What the sums of both sides lose, in units of the sum of magnitudes.
-    """
-
-    right: Tensor
-    lost: float
+    right: Tensor  # float32 [2 d, keys]: radii of the keys over their magnitudes.
+    lost: float  # What the sums of both sides lose, in units of the sum of magnitudes.
 
     @classmethod
     def of_keys(

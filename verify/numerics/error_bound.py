@@ -46,18 +46,11 @@ _SECOND_ORDER = 1.0 + 2.0**-10
 
 @dataclass(frozen=True)
 class ErrorBound:
-    """A float64 value and a radius of the same shape.
+    """A float64 value and a radius of the same shape."""
 
-    Attributes
-    ----------
-    value
-        What the reference computes, unrounded.
-    delta
-        Non-negative; some number within ``delta`` of ``value`` is what an admissible candidate
-        holds before it rounds.
-    """
-
-    value: Tensor
+    value: Tensor  # What the reference computes, unrounded.
+    # Non-negative; some number within ``delta`` of ``value`` is what an admissible candidate holds
+    # before it rounds.
     delta: Tensor
 
     def __post_init__(self) -> None:
@@ -265,33 +258,16 @@ def layer_normed(row: ErrorBound, weight: Tensor, bias: Tensor, eps: float) -> E
 
 @dataclass(frozen=True)
 class KeyPath:
-    """What the stages behind ``pooled`` need.
+    """What the stages behind ``pooled`` need."""
 
-    Attributes
-    ----------
-    norm_weight
-        [d] fp32.
-    eps
-        Epsilon of the norm.
-    table
-        float64 [rows, 32, 2] cos and sin at the first token of each row's window.
-    arithmetic
-        Profile.
-    rotate
-        Whether a Hadamard rotation follows RoPE (index keys of a profile that rotates).
-    norm_bias
-        [d] fp32: the norm is a LayerNorm (ratio 1); None for an RMS norm.
-    layout
-        Dims that RoPE rotates.
-    """
-
-    norm_weight: Tensor
-    eps: float
-    table: Tensor
-    arithmetic: Arithmetic
-    rotate: bool
+    norm_weight: Tensor  # [d] fp32.
+    eps: float  # Epsilon of the norm.
+    table: Tensor  # float64 [rows, 32, 2] cos and sin at the first token of each row's window.
+    arithmetic: Arithmetic  # Profile.
+    rotate: bool  # Whether a Hadamard rotation follows RoPE (index keys of a profile that rotates).
+    # [d] fp32: the norm is a LayerNorm (ratio 1); None for an RMS norm.
     norm_bias: Tensor | None = None
-    layout: RopeLayout = RopeLayout.TRAILING_PAIRS
+    layout: RopeLayout = RopeLayout.TRAILING_PAIRS  # Dims that RoPE rotates.
 
 
 def key_chain(stage: str, row: ErrorBound, path: KeyPath) -> Mapping[str, ErrorBound]:

@@ -25,21 +25,11 @@ SCORE_TINY = 2.0**-100
 
 @dataclass(frozen=True)
 class Constant:
-    """One constant of the error analysis.
+    """One constant of the error analysis."""
 
-    Attributes
-    ----------
-    value
-        The constant.
-    unit
-        What it multiplies.
-    derivation
-        Which operations it pays for, and why that is enough.
-    """
-
-    value: float
-    unit: str
-    derivation: str
+    value: float  # The constant.
+    unit: str  # What it multiplies.
+    derivation: str  # Which operations it pays for, and why that is enough.
 
 
 LOGIT = Constant(

@@ -24,23 +24,12 @@ RELATIVE_FLOOR = 2.0**-126
 
 @dataclass(frozen=True)
 class Limit:
-    """Limit of one stage.
+    """Limit of one stage."""
 
-    Attributes
-    ----------
-    value
-        Largest row error that passes, in ``unit``.
-    unit
-        What the row error is measured in.
-    derivation
-        Where the unit comes from, one sentence.
-    floor
-        Norm that replaces a smaller reference norm in the relative row error.
-    """
-
-    value: float
-    unit: str
-    derivation: str
+    value: float  # Largest row error that passes, in ``unit``.
+    unit: str  # What the row error is measured in.
+    derivation: str  # Where the unit comes from, one sentence.
+    # Norm that replaces a smaller reference norm in the relative row error.
     floor: float = RELATIVE_FLOOR
 
     def passes(self, ratio: float) -> bool:

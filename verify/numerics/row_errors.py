@@ -20,36 +20,22 @@ _CARD_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class RowErrors:
-    """Errors of the rows of one stage; every tensor has one number a row.
+    """Errors of the rows of one stage; every tensor has one number a row."""
 
-    Attributes
-    ----------
-    ratio
-        float64, largest error of an element or scale in units of its a-priori radius. Infinite
-        where nothing in reach rounds to what was found, and for NaN.
-    error_norm, reference_norm
-        float64, norm of candidate minus reference and of the reference, as stored values.
-    distance
-        int64, largest distance in ULP or codes.
-    dim
-        int64, dim of the largest ratio; first dim of the block where the scale is at fault.
-    expected, found
-        float64, reference and candidate value there (scales where the scale is at fault).
-    scale_fault
-        bool, whether the largest ratio is that of a scale.
-    tally
-        float64 ``[rows, columns]``, directions and widths (``tally.py``).
-    """
-
+    # float64, largest error of an element or scale in units of its a-priori radius. Infinite where
+    # nothing in reach rounds to what was found, and for NaN.
     ratio: Tensor
+    # float64, norm of candidate minus reference and of the reference, as stored values.
     error_norm: Tensor
     reference_norm: Tensor
-    distance: Tensor
+    distance: Tensor  # int64, largest distance in ULP or codes.
+    # int64, dim of the largest ratio; first dim of the block where the scale is at fault.
     dim: Tensor
+    # float64, reference and candidate value there (scales where the scale is at fault).
     expected: Tensor
     found: Tensor
-    scale_fault: Tensor
-    tally: Tensor
+    scale_fault: Tensor  # bool, whether the largest ratio is that of a scale.
+    tally: Tensor  # float64 ``[rows, columns]``, directions and widths (``tally.py``).
 
     @property
     def rows(self) -> int:

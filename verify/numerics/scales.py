@@ -21,23 +21,14 @@ from needlepoint.verify.numerics.error_model import DIVISION, U
 
 @dataclass(frozen=True)
 class ScaleRange:
-    """Admissible scales of each block, float64 ``[..., blocks]``.
+    """Admissible scales of each block, float64 ``[..., blocks]``."""
 
-    Attributes
-    ----------
-    low, value, high
-        Scale at the lower end of amax, at the reference amax, and at the upper end.
-    amax
-        Reference amax.
-    amax_delta
-        Its radius.
-    """
-
+    # Scale at the lower end of amax, at the reference amax, and at the upper end.
     low: Tensor
     value: Tensor
     high: Tensor
-    amax: Tensor
-    amax_delta: Tensor
+    amax: Tensor  # Reference amax.
+    amax_delta: Tensor  # Its radius.
 
 
 def admissible_scales(row: ErrorBound, fmt: Format) -> ScaleRange:

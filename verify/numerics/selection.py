@@ -46,54 +46,32 @@ _FAULTS = (Swap.SELECTOR, Swap.UPSTREAM, Swap.UNKNOWN)
 
 @dataclass(frozen=True)
 class Swaps:
-    """All swaps of some rows, one number each; ordered by row, worst lost entry first.
+    """All swaps of some rows, one number each; ordered by row, worst lost entry first."""
 
-    Attributes
-    ----------
-    row, lost, gained
-        int64 row and entries.
-    kind
-        int64, a :class:`Swap`.
-    gap, bound, allowed
-        float64 reference score of lost minus gained, the sum of the bounds of the two, and that
-        sum times the limit.
-    rank
-        int64 rank of the lost entry by reference score, 0 the best.
-    """
-
+    # int64 row and entries.
     row: Tensor
     lost: Tensor
     gained: Tensor
-    kind: Tensor
+    kind: Tensor  # int64, a :class:`Swap`.
+    # float64 reference score of lost minus gained, the sum of the bounds of the two, and that sum
+    # times the limit.
     gap: Tensor
     bound: Tensor
     allowed: Tensor
-    rank: Tensor
+    rank: Tensor  # int64 rank of the lost entry by reference score, 0 the best.
 
 
 @dataclass(frozen=True)
 class PickErrors:
-    """Judgement of the picks of some rows.
+    """Judgement of the picks of some rows."""
 
-    Attributes
-    ----------
-    counts
-        int64 [rows, 5], swaps of each :class:`Swap`.
-    invalid
-        int64 [rows], invalid picks.
-    lost_rank
-        int64 [rows], reference rank of the best lost entry, -1 where nothing is lost.
-    discarded
-        float64 [rows], fraction of the visible entries that a full selection leaves out.
-    swaps
-        Every swap.
-    """
-
-    counts: Tensor
-    invalid: Tensor
+    counts: Tensor  # int64 [rows, 5], swaps of each :class:`Swap`.
+    invalid: Tensor  # int64 [rows], invalid picks.
+    # int64 [rows], reference rank of the best lost entry, -1 where nothing is lost.
     lost_rank: Tensor
+    # float64 [rows], fraction of the visible entries that a full selection leaves out.
     discarded: Tensor
-    swaps: Swaps
+    swaps: Swaps  # Every swap.
 
     def count(self, kind: Swap) -> int:
         """Return the number of swaps of one class."""
@@ -305,18 +283,10 @@ def _ranks(reference: PickSets, scores: Tensor, row: Tensor, lost: Tensor) -> Te
 
 @dataclass(frozen=True)
 class PickSets:
-    """Picks of some rows as sets.
+    """Picks of some rows as sets."""
 
-    Attributes
-    ----------
-    member
-        bool [rows, entries], the visible entries that a row picks.
-    invalid
-        int64 [rows], picks that break the rules of :func:`pick_sets`.
-    """
-
-    member: Tensor
-    invalid: Tensor
+    member: Tensor  # bool [rows, entries], the visible entries that a row picks.
+    invalid: Tensor  # int64 [rows], picks that break the rules of :func:`pick_sets`.
 
 
 def pick_sets(picks: Tensor, visible: Tensor, k: int, entries: int) -> PickSets:
@@ -375,19 +345,13 @@ def pick_sets(picks: Tensor, visible: Tensor, k: int, entries: int) -> PickSets:
 
 @dataclass(frozen=True)
 class SelectionCost:
-    """What a selection costs against a contract.
+    """What a selection costs against a contract."""
 
-    Attributes
-    ----------
-    overlap
-        float64 [rows], part of the contract's picks that the candidate picks too; 1 where the
-        contract picks nothing.
-    score_lost
-        float64 [rows], sum of the contract's scores over its own picks minus the sum over the
-        candidate's, in units of the RMS of the row's visible scores.
-    """
-
+    # float64 [rows], part of the contract's picks that the candidate picks too; 1 where the
+    # contract picks nothing.
     overlap: Tensor
+    # float64 [rows], sum of the contract's scores over its own picks minus the sum over the
+    # candidate's, in units of the RMS of the row's visible scores.
     score_lost: Tensor
 
 

@@ -60,38 +60,24 @@ WORST_ROWS: Final = 1000
 
 @dataclass(frozen=True)
 class StageView:
-    """One stage: a cell of the matrix, and its details.
+    """One stage: a cell of the matrix, and its details."""
 
-    Attributes
-    ----------
-    anchor
-        Where its details are.
-    record
-        What the result says of it.
-    shade
-        Class of its colour: ``none``, ``e0`` to ``e4`` by how near the limit, ``over`` or
-        ``unknown``.
-    label
-        The cell in words, for a screen reader.
-    ratio
-        Tokens of a row.
-    worst
-        Token, dim, error, expected and found of the worst rows.
-    """
-
-    anchor: str
+    anchor: str  # Where its details are.
     name: str
-    record: StageResult
+    record: StageResult  # What the result says of it.
+    # Class of its colour: ``none``, ``e0`` to ``e4`` by how near the limit, ``over`` or
+    # ``unknown``.
     shade: str
-    label: str
+    label: str  # The cell in words, for a screen reader.
     rows: str
     local: str
     accumulated: str
     steps: str
     limit: str
-    ratio: int
+    ratio: int  # Tokens of a row.
     local_strip: Strip | None
     accumulated_strip: Strip | None
+    # Token, dim, error, expected and found of the worst rows.
     worst: tuple[tuple[str, str, str, str, str], ...]
 
 
@@ -338,26 +324,15 @@ def _machine(result: Result) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class RecallView:
-    """Recall of one candidate.
-
-    Attributes
-    ----------
-    facts
-        Figures in words.
-    pictures
-        Heat maps and the curve by margin: SVG elements.
-    cells
-        What the heat maps show, one line a point: length, depth, k, near-duplicates, hits of
-        rows, interval, reference hits, lost, gained, note.
-    causes
-        Misses by cause.
-    """
+    """Recall of one candidate."""
 
     candidate: str
-    facts: tuple[str, ...]
-    pictures: tuple[Markup, ...]
+    facts: tuple[str, ...]  # Figures in words.
+    pictures: tuple[Markup, ...]  # Heat maps and the curve by margin: SVG elements.
+    # What the heat maps show, one line a point: length, depth, k, near-duplicates, hits of rows,
+    # interval, reference hits, lost, gained, note.
     cells: tuple[tuple[str, ...], ...]
-    causes: tuple[tuple[str, int], ...]
+    causes: tuple[tuple[str, int], ...]  # Misses by cause.
 
 
 def recall_view(candidate: str, recall: RecallResult) -> RecallView:

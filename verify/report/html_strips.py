@@ -35,22 +35,13 @@ KINDS: Final = ("local", "accumulated")
 
 @dataclass(frozen=True)
 class Strip:
-    """One strip.
+    """One strip."""
 
-    Attributes
-    ----------
-    within, beyond
-        SVG path data of the bars at most as high as the limit, and of those beyond it.
-    bins
-        Bars.
-    rows
-        Rows that they stand for.
-    """
-
+    # SVG path data of the bars at most as high as the limit, and of those beyond it.
     within: str
     beyond: str
-    bins: int
-    rows: int
+    bins: int  # Bars.
+    rows: int  # Rows that they stand for.
 
 
 @dataclass(frozen=True)

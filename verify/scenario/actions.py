@@ -23,47 +23,25 @@ class ScenarioError(ValueError):
 
 @dataclass(frozen=True)
 class View:
-    """A request as it should be at one moment.
+    """A request as it should be at one moment."""
 
-    Attributes
-    ----------
-    request
-        Its name.
-    place
-        Where it lives.
-    texts
-        int64 ``[length]``: text of each accepted token.
-    calls
-        int64 ``[length]``: first position of the call that computed each token. Earlier tokens of
-        a window came from the state.
-    """
-
-    request: str
-    place: Place
-    texts: Ints
+    request: str  # Its name.
+    place: Place  # Where it lives.
+    texts: Ints  # int64 ``[length]``: text of each accepted token.
+    # int64 ``[length]``: first position of the call that computed each token. Earlier tokens of a
+    # window came from the state.
     calls: Ints
 
 
 @dataclass(frozen=True)
 class CallPart:
-    """Tokens of one request in a call: the view before it, and what is fed.
+    """Tokens of one request in a call: the view before it, and what is fed."""
 
-    Attributes
-    ----------
-    before
-        The request before the call.
-    texts
-        int64 ``[count]``: text of each token; :data:`JUNK` for drafts that will be rejected.
-    kept
-        How many of them will stay; all of a prefill.
-    draft
-        Whether they are drafts.
-    """
-
-    before: View
+    before: View  # The request before the call.
+    # int64 ``[count]``: text of each token; :data:`JUNK` for drafts that will be rejected.
     texts: Ints
-    kept: int
-    draft: bool
+    kept: int  # How many of them will stay; all of a prefill.
+    draft: bool  # Whether they are drafts.
 
     @property
     def after(self) -> View:
@@ -80,33 +58,22 @@ class CallPart:
 
 @dataclass(frozen=True)
 class Action:
-    """What an event asks of a server.
+    """What an event asks of a server."""
 
-    Attributes
-    ----------
-    index, event
-        The event.
-    parts
-        Of a call.
-    pad, side, ranks, layout
-        Of a call: padding rows and their side, ranks and which tokens each takes.
-    before, after
-        Of anything else: the request it is about, before and after; ``before`` of a fork is the
-        source.
-    drafted
-        Of an accept: tokens that were drafted.
-    """
-
+    # The event.
     index: int
     event: Event
-    parts: tuple[CallPart, ...] = ()
+    parts: tuple[CallPart, ...] = ()  # Of a call.
+    # Of a call: padding rows and their side, ranks and which tokens each takes.
     pad: int = 0
     side: str = "back"
     ranks: int = 1
     layout: str = "contiguous"
+    # Of anything else: the request it is about, before and after; ``before`` of a fork is the
+    # source.
     before: View | None = None
     after: View | None = None
-    drafted: int = 0
+    drafted: int = 0  # Of an accept: tokens that were drafted.
 
     @cached_property
     def words(self) -> str:

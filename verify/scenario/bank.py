@@ -54,18 +54,10 @@ CONFIG: ModelConfig = replace(
 
 @dataclass(frozen=True)
 class Bank:
-    """All tokens of one layer.
+    """All tokens of one layer."""
 
-    Attributes
-    ----------
-    inputs
-        Every text as a whole request, as candidates are given them.
-    sha256
-        Of the hidden states.
-    """
-
-    inputs: LayerInputs
-    sha256: str
+    inputs: LayerInputs  # Every text as a whole request, as candidates are given them.
+    sha256: str  # Of the hidden states.
 
     @property
     def ratio(self) -> int:

@@ -172,39 +172,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A history of requests.
+    """A history of requests."""
 
-    Attributes
-    ----------
-    name
-        For reports.
-    requests
-        Every request that events name.
-    events
-        What happens, in order.
-    state
-        ``"fp32"`` or ``"bf16"``, what the state ring holds.
-    slots
-        Requests that the server can hold at once.
-    pages
-        Pages of each pool of each path.
-    page_tokens
-        Tokens a page covers: 256 gives pages of 64 rows at ratio 4 and 2 rows at ratio 128.
-    pools
-        Pools of pages.
-    seed
-        Of token values, weights and page numbers.
-    """
-
-    name: str
-    requests: tuple[Request, ...]
-    events: tuple[Event, ...]
-    state: str = "fp32"
-    slots: int = 4
-    pages: int = 16
+    name: str  # For reports.
+    requests: tuple[Request, ...]  # Every request that events name.
+    events: tuple[Event, ...]  # What happens, in order.
+    state: str = "fp32"  # ``"fp32"`` or ``"bf16"``, what the state ring holds.
+    slots: int = 4  # Requests that the server can hold at once.
+    pages: int = 16  # Pages of each pool of each path.
+    # Tokens a page covers: 256 gives pages of 64 rows at ratio 4 and 2 rows at ratio 128.
     page_tokens: int = 256
-    pools: int = 2
-    seed: int = 0
+    pools: int = 2  # Pools of pages.
+    seed: int = 0  # Of token values, weights and page numbers.
 
     @property
     def texts(self) -> Mapping[str, int]:

@@ -51,42 +51,24 @@ from needlepoint.verify.scenario.expected import Expected
 
 @dataclass(frozen=True)
 class Problem:
-    """Where a request is not what its tokens alone would make it.
+    """Where a request is not what its tokens alone would make it."""
 
-    Attributes
-    ----------
-    path, stage
-        Stage.
-    position, entry
-        Token, and entry of a stored row.
-    detail
-        In words.
-    """
-
+    # Stage.
     path: str
     stage: str
+    # Token, and entry of a stored row.
     position: int
     entry: int | None
-    detail: str
+    detail: str  # In words.
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What calls handed back for consecutive tokens of a request.
+    """What calls handed back for consecutive tokens of a request."""
 
-    Attributes
-    ----------
-    start
-        Position of the first token.
-    scores
-        ``[n, entries]``, or None.
-    topk
-        int32 ``[n, k]``, or None.
-    """
-
-    start: int
-    scores: Tensor | None
-    topk: Tensor | None
+    start: int  # Position of the first token.
+    scores: Tensor | None  # ``[n, entries]``, or None.
+    topk: Tensor | None  # int32 ``[n, k]``, or None.
 
 
 class Judge(Protocol):
@@ -172,22 +154,14 @@ class ByteJudge:
 
 @dataclass(frozen=True)
 class Calls:
-    """Scores and picks of all calls of a request, put together.
+    """Scores and picks of all calls of a request, put together."""
 
-    Attributes
-    ----------
-    position, visible
-        int64 ``[n]``: position of each token, and the entries that it may see.
-    scores
-        float64 ``[n, >= entries]`` or None; columns past ``entries`` only where a call had some.
-    topk
-        int32 ``[n, k]``, or None.
-    """
-
+    # int64 ``[n]``: position of each token, and the entries that it may see.
     position: Tensor
     visible: Tensor
+    # float64 ``[n, >= entries]`` or None; columns past ``entries`` only where a call had some.
     scores: Tensor | None
-    topk: Tensor | None
+    topk: Tensor | None  # int32 ``[n, k]``, or None.
 
     @property
     def entries(self) -> int:

@@ -52,27 +52,13 @@ _ALONE = "the same tokens run alone from scratch"
 
 @dataclass(frozen=True)
 class ScenarioRun:
-    """A finished run.
+    """A finished run."""
 
-    Attributes
-    ----------
-    tally
-        What histories covered and where they failed.
-    candidates
-        Everyone who was named, in order.
-    gaps
-        Who was not driven, and why.
-    seed
-        Of the bank.
-    replayed
-        The scenario of a run over one file; None for a sweep.
-    """
-
-    tally: Tally
-    candidates: Sequence[Candidate]
-    gaps: Sequence[ScenarioGap]
-    seed: int
-    replayed: Scenario | None
+    tally: Tally  # What histories covered and where they failed.
+    candidates: Sequence[Candidate]  # Everyone who was named, in order.
+    gaps: Sequence[ScenarioGap]  # Who was not driven, and why.
+    seed: int  # Of the bank.
+    replayed: Scenario | None  # The scenario of a run over one file; None for a sweep.
 
 
 def scenario_output(run: ScenarioRun, contract: str) -> PipelineOutput:

@@ -30,36 +30,19 @@ from needlepoint.verify.scenario.judge import Judge, Problem, Seen, opened
 
 @dataclass(frozen=True)
 class Failure:
-    """The first event at which a scenario went wrong.
+    """The first event at which a scenario went wrong."""
 
-    Attributes
-    ----------
-    event
-        Index of the event.
-    request
-        Name of the request; empty for a byte that nobody owns.
-    problem
-        Stage, token and words.
-    """
-
-    event: int
-    request: str
-    problem: Problem
+    event: int  # Index of the event.
+    request: str  # Name of the request; empty for a byte that nobody owns.
+    problem: Problem  # Stage, token and words.
 
 
 @dataclass
 class Outcome:
-    """What a run of a scenario on one server found.
+    """What a run of a scenario on one server found."""
 
-    Attributes
-    ----------
-    failure
-        The first one, or None.
-    compared
-        Rows compared by (path, stage).
-    """
-
-    failure: Failure | None = None
+    failure: Failure | None = None  # The first one, or None.
+    # Rows compared by (path, stage).
     compared: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
@@ -302,23 +285,12 @@ def _geometries(server: Server) -> dict[str, PoolGeometry]:
 
 @dataclass(frozen=True)
 class Owned:
-    """What one request may change in one action.
+    """What one request may change in one action."""
 
-    Attributes
-    ----------
-    slot
-        Its slot, or None where the state must stay.
-    pool
-        Its pool.
-    pages
-        By path: page ids.
-    first, stop
-        Entries it may write; None for every row of the pages, padding included.
-    """
-
-    slot: int | None
-    pool: int
-    pages: dict[str, NDArray[np.int64]]
+    slot: int | None  # Its slot, or None where the state must stay.
+    pool: int  # Its pool.
+    pages: dict[str, NDArray[np.int64]]  # By path: page ids.
+    # Entries it may write; None for every row of the pages, padding included.
     first: int | None = None
     stop: int = 0
 

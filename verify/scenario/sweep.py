@@ -42,39 +42,21 @@ WORKERS_FROM: Final = 20.0
 
 @dataclass
 class Tally:
-    """What histories covered.
+    """What histories covered."""
 
-    Attributes
-    ----------
-    histories
-        Histories run.
-    digests
-        SHA-256 of each distinct one.
-    events
-        Events by kind.
-    lengths
-        Lengths, modulo 128, that requests had when a call or an accept was done.
-    tokens, requests
-        Tokens that calls were fed, rejected drafts included, and requests that took part.
-    compared
-        Rows compared.
-    failures
-        The first failure of each candidate in each history that had one.
-    failing
-        Histories that failed on some candidate.
-    left_out
-        By candidate: histories that it does not cover.
-    """
-
-    histories: int = 0
-    digests: set[str] = field(default_factory=set)
-    events: Counter[str] = field(default_factory=Counter)
+    histories: int = 0  # Histories run.
+    digests: set[str] = field(default_factory=set)  # SHA-256 of each distinct one.
+    events: Counter[str] = field(default_factory=Counter)  # Events by kind.
+    # Lengths, modulo 128, that requests had when a call or an accept was done.
     lengths: set[int] = field(default_factory=set)
+    # Tokens that calls were fed, rejected drafts included, and requests that took part.
     tokens: int = 0
     requests: int = 0
-    compared: Compared = field(default_factory=Counter)
+    compared: Compared = field(default_factory=Counter)  # Rows compared.
+    # The first failure of each candidate in each history that had one.
     failures: list[TrialFailure] = field(default_factory=list)
-    failing: int = 0
+    failing: int = 0  # Histories that failed on some candidate.
+    # By candidate: histories that it does not cover.
     left_out: Counter[str] = field(default_factory=Counter)
 
     def run(

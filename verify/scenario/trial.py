@@ -35,22 +35,13 @@ Compared = Counter[tuple[str, int, StageKey]]
 
 @dataclass(frozen=True)
 class TrialFailure:
-    """A scenario that failed on one candidate.
+    """A scenario that failed on one candidate."""
 
-    Attributes
-    ----------
-    candidate, ratio
-        Who, and in which layer.
-    failure
-        Event, token and stage.
-    scenario
-        The scenario.
-    """
-
+    # Who, and in which layer.
     candidate: str
     ratio: int
-    failure: Failure
-    scenario: Scenario
+    failure: Failure  # Event, token and stage.
+    scenario: Scenario  # The scenario.
 
 
 @dataclass

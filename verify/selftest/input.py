@@ -36,17 +36,10 @@ _OF_KIND = {"ties": (604, 132, 39), "small": (*_LENGTHS, 8, 8, 8, 8, 8)}
 
 @dataclass(frozen=True)
 class SelftestInput:
-    """Hidden states, model and layers of a self-test.
+    """Hidden states, model and layers of a self-test."""
 
-    Attributes
-    ----------
-    inputs
-        Rows that cases of kind ``own`` run on.
-    recorded
-        Whether they are the user's: then some faults may need more rows than there are.
-    """
-
-    inputs: Inputs
+    inputs: Inputs  # Rows that cases of kind ``own`` run on.
+    # Whether they are the user's: then some faults may need more rows than there are.
     recorded: bool
 
     def layer(self, ratio: int) -> int | None:

@@ -85,24 +85,12 @@ _QUERY_PARTS = frozenset(
 
 @dataclass(frozen=True)
 class Finding:
-    """What the gates say of one run.
+    """What the gates say of one run."""
 
-    Attributes
-    ----------
-    gates
-        Gates that fired, in stage order.
-    changed
-        Tensors that are not the sound run's.
-    observed
-        What was returned; None where the run was refused.
-    detail
-        Why it was refused, or that an accumulated error failed alone, or empty.
-    """
-
-    gates: tuple[str, ...]
-    changed: frozenset[str]
-    observed: Observed | None
-    detail: str = ""
+    gates: tuple[str, ...]  # Gates that fired, in stage order.
+    changed: frozenset[str]  # Tensors that are not the sound run's.
+    observed: Observed | None  # What was returned; None where the run was refused.
+    detail: str = ""  # Why it was refused, or that an accumulated error failed alone, or empty.
 
 
 @dataclass(frozen=True)

@@ -59,25 +59,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Failure:
-    """What has to fail again, and how to run it again.
+    """What has to fail again, and how to run it again."""
 
-    Attributes
-    ----------
-    candidate, name
-        Who fails, and what it is called on the command line.
-    layer, key
-        Where.
-    options
-        Further words of the command that replays it.
-    fixed_weights
-        Whether the weights come from a file, so that the model keeps its heads.
-    """
-
+    # Who fails, and what it is called on the command line.
     candidate: Candidate
     name: str
+    # Where.
     layer: int
     key: StageKey
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # Further words of the command that replays it.
+    # Whether the weights come from a file, so that the model keeps its heads.
     fixed_weights: bool = False
 
 
@@ -272,31 +263,20 @@ def _origin(inputs: Inputs) -> str:
 
 @dataclass(frozen=True)
 class Failures:
-    """The run whose failure is made small.
+    """The run whose failure is made small."""
 
-    Attributes
-    ----------
-    inputs, candidates, contract, limits
-        Of the run.
-    names
-        What the candidates are called on the command line; a candidate may call itself otherwise.
-    limits_file, checkpoint
-        Files that a replay has to name again; None where there were none.
-    force
-        Whether recordings may be replaced.
-    progress
-        Told of long work.
-    """
-
+    # Of the run.
     inputs: Inputs
     candidates: Sequence[Candidate]
+    # What the candidates are called on the command line; a candidate may call itself otherwise.
     names: Sequence[str]
     contract: Arithmetic
     limits: Limits
+    # Files that a replay has to name again; None where there were none.
     limits_file: Path | None
     checkpoint: Path | None
-    force: bool
-    progress: Progress
+    force: bool  # Whether recordings may be replaced.
+    progress: Progress  # Told of long work.
 
     def shrink(self, result: Result, out: Path) -> Result:
         """Write the smallest input on which the first candidate that differs still does.

@@ -21,21 +21,11 @@ OWN = "own"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a case runs on.
+    """What a case runs on."""
 
-    Attributes
-    ----------
-    key_format
-        ``"bf16"``, ``"fp8"`` or ``"fp4"``.
-    ratio
-        Compression ratio of the layer.
-    kind
-        ``own`` or a synthetic kind.
-    """
-
-    key_format: str = "fp8"
-    ratio: int = 4
-    kind: str = OWN
+    key_format: str = "fp8"  # ``"bf16"``, ``"fp8"`` or ``"fp4"``.
+    ratio: int = 4  # Compression ratio of the layer.
+    kind: str = OWN  # ``own`` or a synthetic kind.
 
 
 OWN_FP8 = Setting()
@@ -43,48 +33,21 @@ OWN_FP8 = Setting()
 
 @dataclass(frozen=True)
 class Case:
-    """One fault or control.
+    """One fault or control."""
 
-    Attributes
-    ----------
-    id
-        Name that stays the same.
-    letter
-        Class of the fault log, ``A`` to ``Q``.
-    text
-        What is planted, one sentence.
-    plant
-        From a sound run to what the faulty candidate returns.
-    gates
-        Gates that must fire; none for a control.
-    log
-        Rows of docs/fault_log.md whose mechanism this is.
-    clear
-        Gates that must not fire, by name or by the part before the dot.
-    setting
-        What it runs on.
-    needs
-        Entries of the longest request from which the fault can show.
-    requests
-        Requests with an entry that the fault needs.
-    again
-        What a second run returns, for faults that show between runs; None for ``plant``.
-    declares
-        Stages that the candidate declares; none for all.
-    """
-
-    id: str
-    letter: str
-    text: str
-    plant: Plant
-    gates: tuple[str, ...] = ()
-    log: tuple[str, ...] = ()
-    clear: tuple[str, ...] = ()
-    setting: Setting = OWN_FP8
-    needs: int = 16
-    requests: int = 1
+    id: str  # Name that stays the same.
+    letter: str  # Class of the fault log, ``A`` to ``Q``.
+    text: str  # What is planted, one sentence.
+    plant: Plant  # From a sound run to what the faulty candidate returns.
+    gates: tuple[str, ...] = ()  # Gates that must fire; none for a control.
+    log: tuple[str, ...] = ()  # Rows of docs/fault_log.md whose mechanism this is.
+    clear: tuple[str, ...] = ()  # Gates that must not fire, by name or by the part before the dot.
+    setting: Setting = OWN_FP8  # What it runs on.
+    needs: int = 16  # Entries of the longest request from which the fault can show.
+    requests: int = 1  # Requests with an entry that the fault needs.
+    # What a second run returns, for faults that show between runs; None for ``plant``.
     again: Plant | None = None
-    declares: tuple[str, ...] = ()
+    declares: tuple[str, ...] = ()  # Stages that the candidate declares; none for all.
 
     @property
     def control(self) -> bool:

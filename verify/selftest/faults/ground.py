@@ -39,27 +39,17 @@ Selector = Callable[[Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of one path; a fault or a control replaces some.
+    """The steps of one path; a fault or a control replaces some."""
 
-    Attributes
-    ----------
-    pool, norm, rope, rotate
-        As the methods of :class:`~needlepoint.optimized.emulation.compressor.Compressor`.
-    store
-        ``[d, n]`` to stored bytes; None for the store of the path's format.
-    page_size
-        Rows of a page; None for the usual number.
-    page_seed
-        Added to the seed of the page permutation.
-    """
-
+    # As the methods of :class:`~needlepoint.optimized.emulation.compressor.Compressor`.
     pool: Callable[[Compressor, EntryBlock], F32] = Compressor.pool
     norm: Callable[[Compressor, F32], F32] = Compressor.norm
     rope: Callable[[Compressor, F32, EntryBlock], F32] = Compressor.rope
     rotate: Callable[[Compressor, F32], F32] = Compressor.rotate
+    # ``[d, n]`` to stored bytes; None for the store of the path's format.
     store: Callable[[F32], StoredRows] | None = None
-    page_size: int | None = None
-    page_seed: int = 0
+    page_size: int | None = None  # Rows of a page; None for the usual number.
+    page_seed: int = 0  # Added to the seed of the page permutation.
 
 
 SOUND = Steps()
@@ -67,23 +57,12 @@ SOUND = Steps()
 
 @dataclass(frozen=True)
 class Ground:
-    """A sound run of one layer in one format.
+    """A sound run of one layer in one format."""
 
-    Attributes
-    ----------
-    given
-        What candidates are given.
-    key_format
-        ``"bf16"``, ``"fp8"`` or ``"fp4"``.
-    observed
-        What the sound candidate observed.
-    scores
-        float32 ``[tokens, entries]`` of each request; none at ratio 128.
-    """
-
-    given: LayerInputs
-    key_format: str
-    observed: Observed
+    given: LayerInputs  # What candidates are given.
+    key_format: str  # ``"bf16"``, ``"fp8"`` or ``"fp4"``.
+    observed: Observed  # What the sound candidate observed.
+    # float32 ``[tokens, entries]`` of each request; none at ratio 128.
     scores: tuple[Tensor, ...] = ()
 
     @property

@@ -39,15 +39,9 @@ from needlepoint.verify.selftest.faults import servers
 
 @dataclass(frozen=True)
 class FaultyCandidate(EmulatedCandidate):
-    """An emulated candidate whose server has a fault; whole prompts are right.
+    """An emulated candidate whose server has a fault; whole prompts are right."""
 
-    Attributes
-    ----------
-    server
-        The faulty server.
-    """
-
-    server: type[EmulatedServer] = EmulatedServer
+    server: type[EmulatedServer] = EmulatedServer  # The faulty server.
 
     def serve(self, parameters: LayerParameters, spec: CacheSpec) -> EmulatedServer:
         """Open the faulty server."""
@@ -57,30 +51,14 @@ class FaultyCandidate(EmulatedCandidate):
 
 @dataclass(frozen=True)
 class ScenarioFault:
-    """One fault.
+    """One fault."""
 
-    Attributes
-    ----------
-    id
-        Name that stays the same.
-    letter
-        Class of the fault log, ``I`` to ``N``.
-    text
-        What is planted, one sentence.
-    server
-        The faulty server.
-    events
-        Events that show it, over requests ``a`` to ``d``.
-    log
-        Rows of the fault log whose mechanism this is.
-    """
-
-    id: str
-    letter: str
-    text: str
-    server: type[EmulatedServer]
-    events: tuple[Event, ...]
-    log: tuple[str, ...] = ()
+    id: str  # Name that stays the same.
+    letter: str  # Class of the fault log, ``I`` to ``N``.
+    text: str  # What is planted, one sentence.
+    server: type[EmulatedServer]  # The faulty server.
+    events: tuple[Event, ...]  # Events that show it, over requests ``a`` to ``d``.
+    log: tuple[str, ...] = ()  # Rows of the fault log whose mechanism this is.
 
     @property
     def scenario(self) -> Scenario:
