@@ -75,30 +75,35 @@ class Prices:
         read = reference
         if self._main is not None:
             read = torch.cat((self._main[entries], marks), dim=1)
-        expected_out, mass = self._attend(row, reference, torch.searchsorted(entries, expected))
-        out, left = self._attend(row, read, torch.searchsorted(entries, picks))
+        inputs = _widened(self._queries.attention_inputs(row))
+        expected_out, mass = self._attend(
+            row, inputs, reference, torch.searchsorted(entries, expected)
+        )
+        out, left = self._attend(row, inputs, read, torch.searchsorted(entries, picks))
         norm = max(float(torch.linalg.vector_norm(expected_out)), 2.0**-126)
         error = float(torch.linalg.vector_norm(out - expected_out)) / norm
         return PickPrice(mass, left / mass if mass > 0 else None, error)
 
-    def _attend(self, row: int, rows: Tensor, picks: Tensor) -> tuple[Tensor, float]:
+    def _attend(
+        self, row: int, inputs: AttentionInputs, rows: Tensor, picks: Tensor
+    ) -> tuple[Tensor, float]:
         """Return the output ``[heads, d]`` and the mass on rows whose last column is 1.
 
         The last column is no part of any product: queries are 0 there. As a value it adds up the
         probabilities of the needle's rows.
         """
-        inputs, position = self._queries.attention_inputs(row), int(self._queries.positions[row])
-        width = inputs.q.shape[-1]
-        count = len(rows)
+        position, count = int(self._queries.positions[row]), len(rows)
         block = Block(0, position, position + 1, slice(row, row + 1), torch.tensor([count]), count)
-        widened = AttentionInputs(
-            _extra(inputs.q * math.sqrt((width + 1) / width)), _extra(inputs.window)
-        )
         layer = self._queries.reference.attention
-        out = attend(layer, widened, rows, picks.unsqueeze(0), block)[0]
-        return out[:, :width], float(out[:, width].mean())
+        out = attend(layer, inputs, rows, picks.unsqueeze(0), block)[0]
+        return out[:, :-1], float(out[:, -1].mean())
 
 
-def _extra(x: Tensor) -> Tensor:
-    """Return vectors with one more dim that is 0."""
-    return torch.cat((x, torch.zeros_like(x[..., :1])), dim=-1)
+def _widened(inputs: AttentionInputs) -> AttentionInputs:
+    """Return inputs with one more dim that is 0; attention divides by the root of the new width."""
+
+    def extra(x: Tensor) -> Tensor:
+        return torch.cat((x, torch.zeros_like(x[..., :1])), dim=-1)
+
+    width = inputs.q.shape[-1]
+    return AttentionInputs(extra(inputs.q * math.sqrt((width + 1) / width)), extra(inputs.window))
