@@ -27,7 +27,7 @@ from needlepoint.verify.goldens.manifest import CardDefinition, Cases, GoldenErr
 from needlepoint.verify.goldens.recorded import propose_card
 from needlepoint.verify.goldens.review import load_side, review
 from needlepoint.verify.goldens.scores import K, faults, kept_inputs, score_case
-from needlepoint.verify.goldens.stores import SEED, layout_of, store_inputs
+from needlepoint.verify.goldens.stores import SEED, store_inputs
 
 ROOT = Path(__file__).parents[2]
 FORMATS = ("bf16", "fp8", "fp4")
@@ -235,21 +235,31 @@ def test_a_card_records_again_in_place(
     assert load_golden("card", with_stores / "fixtures").golden.device == "another card"
 
 
-def test_the_review_counts_codes_of_rows_and_names_queries() -> None:
-    stores, scores = (
-        load_side(ROOT / "fixtures" / name, load_golden(name).golden) for name in SHIPPED
-    )
-    name, row = "store_prefill_r4_d128_bf16_fp8", torch.tensor(0)
-    assert layout_of(name) == "index-fp8"
+@pytest.mark.parametrize(
+    ("name", "byte", "said"),
+    [
+        ("store_prefill_r4_d128_bf16_fp8", 3, "1 of 1,792 codes moved, by at most 1 codes"),
+        ("store_decode_r128_d512_fp32_584", 583, "bytes that no row owns, or signs of zero"),
+        ("query_fp32_fp4.codes", 0, "1 of 23,808 codes moved, by at most 1 codes"),
+        ("query_bf16_bf16.codes", 0, "1 of 23,808 values moved, by at most 1 ulp"),
+    ],
+)
+def test_the_review_counts_codes_of_rows(name: str, byte: int, said: str) -> None:
+    stores = load_side(ROOT / "fixtures/h200-stores", load_golden("h200-stores").golden)
     changed = stores.tensors[name].clone()
-    changed[row, 3] ^= 1
-    moved = review(stores, type(stores)({**stores.tensors, name: changed}, {}, (), stores.rows))
-    assert moved[0] == f"{name}: 1 of 1,792 codes moved, by at most 1 codes"
+    changed.view(-1, changed.shape[-1])[0, byte] ^= 1
+    lines = review(stores, replace(stores, tensors={**stores.tensors, name: changed}))
+    assert lines[0].startswith(f"{name}: {said}")
+    assert lines[1] == "43 of 44 tensors unchanged"
+
+
+def test_the_review_names_the_queries_whose_picks_change() -> None:
+    scores = load_side(ROOT / "fixtures/h200-scores", load_golden("h200-scores").golden)
     name = "fp8.wgmma.picks"
     changed = scores.tensors[name].clone()
     gone = int(changed[6, 0])
     changed[6, 0] = 149
-    lines = review(scores, type(scores)({**scores.tensors, name: changed}, {}, scores.requests))
+    lines = review(scores, replace(scores, tensors={**scores.tensors, name: changed}))
     assert lines[:2] == [
         f"{name}: picks of 1 of 15 queries changed",
         f"  request 2 position 0: loses {gone}, gains 149",

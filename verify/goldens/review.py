@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,11 +137,22 @@ def _parts(name: str, side: Side) -> dict[str, _Ordered]:
         return _stored(name.removesuffix(".pages"), form, path, side)
     if tensor.dtype in _INTEGERS:
         return {"values": _Ordered(_float_order(tensor), "ulp")}
-    if stage == "query.codes" and form is not None and form.query is not None:
-        packed = form.query.format == "fp4"
-        codes = unpack_e2m1(tensor) if packed else tensor
-        return {"codes": _Ordered(_code_order(codes.numpy(), 0x8 if packed else 0x80), "codes")}
+    coded = form.query.format if form is not None and form.query is not None else None
+    if stage == "query.codes" and coded is not None:
+        return _codes(tensor, coded)
+    drawn = re.fullmatch(r"query_[a-z0-9]+_([a-z0-9]+)\.codes", name)
+    if drawn is not None:
+        return _codes(tensor, drawn[1])
     return {"values": _Ordered(tensor.numpy().astype(np.int64), "steps")}
+
+
+def _codes(tensor: Tensor, format: str) -> dict[str, _Ordered]:
+    """Return the bytes of stored queries in order of value."""
+    if format == "bf16":
+        return {"values": _Ordered(_float_order(tensor.view(torch.bfloat16)), "ulp")}
+    packed = format == "fp4"
+    codes = unpack_e2m1(tensor) if packed else tensor
+    return {"codes": _Ordered(_code_order(codes.numpy(), 0x8 if packed else 0x80), "codes")}
 
 
 def _stored(prefix: str, form: LayerForm, path: str, side: Side) -> dict[str, _Ordered]:
