@@ -161,9 +161,9 @@ def compare_inputs(inputs: LayerInputs, kind: str) -> Iterator[ByteCount]:
         )
 
 
-def differing_rows(found: Tensor, expected: PagedRows) -> int:
+def differing_rows(actual: Tensor, expected: PagedRows) -> int:
     """Return the number of rows with a differing byte; all of them if another byte differs."""
-    wrong = found != expected.pool
+    wrong = actual != expected.pool
     if not wrong.any():
         return 0
     head_dim = ROWS[expected.layout][0]

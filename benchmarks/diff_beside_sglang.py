@@ -86,15 +86,15 @@ def main() -> None:
     parser.add_argument("--sglang", type=Path, required=True)
     parser.add_argument("--packages", type=Path, required=True)
     parser.add_argument("--times", type=int, default=3)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.a.parent) as folder:
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.a.parent) as folder:
         dumps = [Path(folder) / side / "dump" for side in ("a", "b")]
-        counts = [write_dumps(*pair) for pair in zip((given.a, given.b), dumps, strict=True)]
+        counts = [write_dumps(*pair) for pair in zip((options.a, options.b), dumps, strict=True)]
         print(f"{counts[0]} and {counts[1]} tensors")
-        for _ in range(given.times):
-            seconds, peak, said = compare(dumps[0], dumps[1], given.sglang, given.packages)
+        for _ in range(options.times):
+            seconds, peak, said = compare(dumps[0], dumps[1], options.sglang, options.packages)
             print(f"sglang {seconds:.1f} s, {peak >> 10} MiB: {said}")
-            seconds, peaks = measure(given.a, given.b)
+            seconds, peaks = measure(options.a, options.b)
             print(f"needlepoint {seconds:.1f} s, {peaks['resident'] >> 10} MiB")
 
 

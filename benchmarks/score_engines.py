@@ -95,10 +95,12 @@ class ScoreEngines:
             return None
         module = self.topk_module
         plan = module.plan_topk_v2(context_lens)
-        picks = torch.empty(context_lens.shape[0], k, dtype=torch.int32, device=context_lens.device)
+        topk_indices = torch.empty(
+            context_lens.shape[0], k, dtype=torch.int32, device=context_lens.device
+        )
         torch.cuda.synchronize()
         calls = [
-            partial(module.topk_transform_paged_v2, x, context_lens, None, picks, 64, plan)
+            partial(module.topk_transform_paged_v2, x, context_lens, None, topk_indices, 64, plan)
             for x in values
         ]
         return Side("SGLang v2", calls)

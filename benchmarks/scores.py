@@ -95,9 +95,9 @@ def units(row: str) -> tuple[str, ...]:
 def ours(case: ScoreCase, keys: Keys, unit: str) -> Call:
     """Return a call that scores into an output of its own."""
     plan = case.plan(unit)
-    given = require_scores(case.query, case.context_lens, keys, plan, case.columns)
-    out = allocate_scores(plan.rows, case.columns, given.device)
-    return partial(launch_scores, given, plan, out)
+    arguments = require_scores(case.query, case.context_lens, keys, plan, case.columns)
+    out = allocate_scores(plan.rows, case.columns, arguments.device)
+    return partial(launch_scores, arguments, plan, out)
 
 
 def _row(name: str, case: ScoreCase, sides: list[Side | None], rounds: int) -> ScoreRow:
@@ -157,11 +157,11 @@ def bench_decode_topk(row: str, requests: int, keys: int) -> ScoreRow:
     pages, plan = case.paged(PAGE), case.plan(unit)
     lists = long_plan(list(case.counts), HEADS, unit).to("cuda")
     out = allocate_scores(requests, keys, case.context_lens.device)
-    picks = torch.empty(requests, K, dtype=torch.int32, device="cuda")
+    topk_indices = torch.empty(requests, K, dtype=torch.int32, device="cuda")
 
     def two() -> None:
         scores(case.query, case.context_lens, pages, plan, keys, out)
-        launch_topk(out, case.context_lens, picks)
+        launch_topk(out, case.context_lens, topk_indices)
 
     arguments = (case.query, case.context_lens, pages, lists, keys, K)
     times = measure(
@@ -182,10 +182,10 @@ def bench_topk(rows: int, columns: int, special: str, engines: ScoreEngines) -> 
     ]
     values = (values * calls)[:calls]  # what a replay costs is the same share of either
     context_lens = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
-    picks = torch.empty(rows, K, dtype=torch.int32, device="cuda")
+    topk_indices = torch.empty(rows, K, dtype=torch.int32, device="cuda")
 
     def ours_call(scored: Tensor) -> None:
-        launch_topk(scored, context_lens, picks)
+        launch_topk(scored, context_lens, topk_indices)
 
     sides: list[Side | None] = [
         Side("ours", [partial(ours_call, x) for x in values]),

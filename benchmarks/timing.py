@@ -41,12 +41,12 @@ class Timing:
     high_us: float
 
 
-def measure(given: Sequence[Side | None], rounds: int = 25) -> list[Timing]:
+def measure(sides: Sequence[Side | None], rounds: int = 25) -> list[Timing]:
     """Return the time of every side, in order.
 
     Parameters
     ----------
-    given
+    sides
         Implementations to compare, None for an absent one, which is left out; their calls must be
         capturable and run on the current stream.
     rounds
@@ -57,19 +57,19 @@ def measure(given: Sequence[Side | None], rounds: int = 25) -> list[Timing]:
     ValueError
         If there is no side, or one without calls.
     """
-    sides = [side for side in given if side is not None]
-    if not sides or any(not side.calls for side in sides) or rounds < 4:
+    present = [side for side in sides if side is not None]
+    if not present or any(not side.calls for side in present) or rounds < 4:
         raise ValueError(
-            f"{len(sides)} sides, {rounds} rounds: expected a side with a call and 4 rounds"
+            f"{len(present)} sides, {rounds} rounds: expected a side with a call and 4 rounds"
         )
-    graphs = [_capture(side.calls) for side in sides]
+    graphs = [_capture(side.calls) for side in present]
     for graph in graphs:
         for _ in range(WARMUPS):
             graph.replay()
     torch.cuda.synchronize()
-    times: list[list[float]] = [[] for _ in sides]
+    times: list[list[float]] = [[] for _ in present]
     for number in range(rounds):
-        order = [(number + i) % len(sides) for i in range(len(sides))]
+        order = [(number + i) % len(present) for i in range(len(present))]
         # A replay on an idle card starts late: one goes untimed, so that none is timed so.
         graphs[order[0]].replay()
         events = {}
@@ -81,8 +81,8 @@ def measure(given: Sequence[Side | None], rounds: int = 25) -> list[Timing]:
             events[index] = (begin, end)
         torch.cuda.synchronize()
         for index, (begin, end) in events.items():
-            times[index].append(begin.elapsed_time(end) * 1e3 / len(sides[index].calls))
-    return [_timing(side.name, series) for side, series in zip(sides, times, strict=True)]
+            times[index].append(begin.elapsed_time(end) * 1e3 / len(present[index].calls))
+    return [_timing(side.name, series) for side, series in zip(present, times, strict=True)]
 
 
 def _timing(name: str, series: list[float]) -> Timing:

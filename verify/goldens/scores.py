@@ -84,16 +84,16 @@ def faults(tensors: Mapping[str, Tensor]) -> list[str]:
     wrong = []
     for name in names:
         row, unit, _ = name.split(".")
-        found, context_lens = tensors[name], tensors[f"{row}.limits"].long()
-        own, size = _emulated(row, tensors)
-        seen = torch.arange(found.shape[1]) < context_lens[:, None]
+        actual, context_lens = tensors[name], tensors[f"{row}.limits"].long()
+        expected, size = _emulated(row, tensors)
+        seen = torch.arange(actual.shape[1]) < context_lens[:, None]
         constants = [ACCUMULATORS[a].value for a in (_accumulator(unit, row), Accumulator.FP32)]
-        error = (found.double() - own).abs()
-        if not torch.equal(found == -torch.inf, ~seen):
+        error = (actual.double() - expected).abs()
+        if not torch.equal(actual == -torch.inf, ~seen):
             wrong.append(f"{row}.{unit}: another set of columns is -inf")
         elif not bool((error[seen] <= sum(constants) * size[seen]).all()):
             wrong.append(f"{row}.{unit}: scores outside the bound")
-        if not torch.equal(tensors[f"{row}.{unit}.picks"], select_topk(found, context_lens, K)):
+        if not torch.equal(tensors[f"{row}.{unit}.picks"], select_topk(actual, context_lens, K)):
             wrong.append(f"{row}.{unit}: other picks than those of its own scores")
     return wrong
 

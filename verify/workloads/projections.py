@@ -56,12 +56,12 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 def make_inputs(
     ratio: int, head_dim: int, lengths: tuple[int, ...], dtype: torch.dtype, kind: str, seed: int
 ) -> LayerInputs:
-    """Return the given tensors of a layer that has this one compressor, as its main one."""
+    """Return the inputs of a layer that has this one compressor, as its main one."""
     generator = torch.Generator().manual_seed(seed)
     width = head_dim * (2 if ratio == 4 else 1)
     tokens = sum(lengths)
     angle = 3 * torch.randn(max(lengths), 32, generator=generator)
-    given = CompressorInputs(
+    compressor = CompressorInputs(
         kv=draw(kind, (tokens, width), generator).to(dtype),
         score=draw(kind, (tokens, width), generator).to(dtype),
         ape=torch.randn(ratio, width, generator=generator),
@@ -72,7 +72,7 @@ def make_inputs(
         ratio=ratio,
         lengths=lengths,
         index=None,
-        main=given,
+        main=compressor,
         query=None,
         rope_table=torch.stack((angle.cos(), angle.sin()), dim=-1),
         norm_eps=EPS,
@@ -85,13 +85,13 @@ def make_inputs(
 
 def emulate(inputs: LayerInputs) -> tuple[Mapping[str, Tensor], dict[str, PagedRows]]:
     """Return the stages and the pools of every layout that the emulation writes."""
-    given = inputs.main
-    rotated = given.norm_weight.shape[0] == 128
+    compressor = inputs.main
+    rotated = compressor.norm_weight.shape[0] == 128
     formats = {f"index-{name}": function for name, function in STORES.items()}
     if not rotated:
         formats = {"main-bf16": store_bf16, "main-584": store_main_fp8}
     first, *others = formats
-    side = KeySide(given, inputs, first, formats[first], rotated=rotated)
+    side = KeySide(compressor, inputs, first, formats[first], rotated=rotated)
     side.run_fused()
     pools = {first: side.paged}
     last = side.dense["rotated" if rotated else "roped"].numpy()
@@ -106,15 +106,15 @@ def emulate(inputs: LayerInputs) -> tuple[Mapping[str, Tensor], dict[str, PagedR
 
 def on_device(inputs: LayerInputs, *, device: str = "cuda") -> tuple[Tensor, Tensor, StoreWeights]:
     """Return kv, score and parameters on the device."""
-    given = inputs.main
+    compressor = inputs.main
     weights = StoreWeights.prepare(
         inputs.ratio,
-        given.ape.to(device),
-        given.norm_weight.to(device),
+        compressor.ape.to(device),
+        compressor.norm_weight.to(device),
         inputs.rope_table.to(device),
         inputs.norm_eps,
     )
-    return given.kv.to(device), given.score.to(device), weights
+    return compressor.kv.to(device), compressor.score.to(device), weights
 
 
 def empty_pool(expected: PagedRows) -> PagedPool:
