@@ -18,8 +18,8 @@ import pytest
 from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.cli.app import app, run_app
 from needlepoint.verify.probe.client import Arm, Manners
+from needlepoint.verify.probe.journal import Pass
 from needlepoint.verify.probe.questions import KINDS
-from needlepoint.verify.probe.run import Pass
 from needlepoint.verify.probe.server import ProbeRequest, probe_lines, run_probe
 from needlepoint.verify.recall.grid import Length
 from needlepoint.verify.schema.probe import ProbeResult

@@ -1,20 +1,28 @@
-"""``needlepoint recall --server``: from options to questions, arms and a result."""
+"""``needlepoint recall --server``: the same questions to every arm, pass by pass.
+
+From options to questions, arms and a result; an interrupted run goes on from its journal.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from threading import Lock
 from typing import Final
 
 from needlepoint.verify.base.numbers import number
 from needlepoint.verify.base.progress import Progress
-from needlepoint.verify.probe.client import Arm, Manners, shown_url
+from needlepoint.verify.probe.client import Arm, Endpoint, Manners, shown_url
+from needlepoint.verify.probe.journal import Journal, Pass, Record, probe_digest
 from needlepoint.verify.probe.questions import KINDS, Kind, Question, make_question
-from needlepoint.verify.probe.run import Journal, Pass, probe, probe_digest
 from needlepoint.verify.probe.tally import probe_result
 from needlepoint.verify.recall.grid import Length
 from needlepoint.verify.recall.pool import load_pool
@@ -24,6 +32,7 @@ from needlepoint.verify.schema.probe import ProbeResult
 HAYSTACKS: Final = 3
 BUDGET_TOKENS: Final = 2_000_000
 CACHES: Final = ("cold", "warm")
+_CHARACTERS_A_TOKEN: Final = 4
 
 
 @dataclass(frozen=True)
@@ -85,17 +94,58 @@ def run_probe(request: ProbeRequest, progress: Progress) -> ProbeResult:
         )
     questions = list({q.name: q for q in questions}.values())
     journal = Journal(request.journal, probe_digest(request.arms, questions))
-    complete = probe(
-        request.arms,
-        questions,
-        request.passes,
-        request.manners,
-        request.budget_tokens,
-        journal,
-        request.restart,
-        progress,
-    )
+    complete = _ask_all(request, questions, journal, progress)
     return probe_result(request.arms, questions, request.passes, journal, complete=complete)
+
+
+def _ask_all(
+    request: ProbeRequest, questions: Sequence[Question], journal: Journal, progress: Progress
+) -> bool:
+    """Ask every question of every arm in every pass; return whether all were asked.
+
+    Every arm has an equal share of the token budget, so that what was asked of one was asked of
+    all. What the journal holds an answer to is not asked again.
+    """
+    arms, passes = request.arms, request.passes
+    progress.start("recall: questions", len(arms) * len(questions) * len(passes))
+    spent, whole, lock = dict.fromkeys((arm.label for arm in arms), 0), True, Lock()
+    share = request.budget_tokens // len(arms)
+    started = 0
+    for one in passes:
+        if one.start != started and request.restart is not None:
+            _restart(request.restart)
+        started = one.start
+        for arm in arms:
+            endpoint = Endpoint(arm, request.manners)
+
+            def ask(
+                question: Question, one: Pass = one, arm: Arm = arm, endpoint: Endpoint = endpoint
+            ) -> None:
+                nonlocal whole
+                if not journal.answered(arm.label, one.name, question.name):
+                    with lock:
+                        spent[arm.label] += len(question.text) // _CHARACTERS_A_TOKEN
+                        if spent[arm.label] > share:
+                            whole = False
+                            return
+                    reply = endpoint.ask(question, one.prefix(arm.label, question.name))
+                    journal.add(Record(arm.label, one.name, question.name, reply))
+                progress.advance()
+
+            try:
+                with ThreadPoolExecutor(one.concurrency) as pool:
+                    for _ in pool.map(ask, questions):
+                        pass
+            finally:
+                endpoint.close()
+    return whole
+
+
+def _restart(command: str) -> None:
+    done = subprocess.run(shlex.split(command), check=False)
+    if done.returncode:
+        raise ValueError(f"--restart {command!r}: exit code {done.returncode}, expected 0")
+    time.sleep(1.0)
 
 
 def parse_arms(

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from needlepoint.verify.probe.client import ANSWERED, Arm, Reply, shown_url
+from needlepoint.verify.probe.journal import Journal, Pass
 from needlepoint.verify.probe.questions import Question
-from needlepoint.verify.probe.run import Journal, Pass
 from needlepoint.verify.recall.stats import (
     Pairs,
     cluster_p,
@@ -137,7 +137,7 @@ def _pair(
     passes: Sequence[Pass],
     replies: Replies,
 ) -> ProbePair:
-    hits, meant, clusters = [], [], []
+    hits, reference, clusters = [], [], []
     for one in passes:
         for q in questions:
             a = replies.get((first.label, one.name, q.name))
@@ -145,10 +145,10 @@ def _pair(
             if a is None or b is None or not {a.state, b.state} <= ANSWERED:
                 continue
             hits.append(b.state == "hit")
-            meant.append(a.state == "hit")
+            reference.append(a.state == "hit")
             clusters.append(q.haystack)
-    pairs = Pairs.of(hits, meant)
-    differences = [int(h) - int(m) for h, m in zip(hits, meant, strict=True)]
+    pairs = Pairs.of(hits, reference)
+    differences = [int(h) - int(r) for h, r in zip(hits, reference, strict=True)]
     effect = design_effect(differences, clusters) if differences else None
     sums: Counter[int] = Counter()
     for cluster, difference in zip(clusters, differences, strict=True):

@@ -42,13 +42,13 @@ from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.numerics.selection import Swap
 from needlepoint.verify.recall.outcomes import Outcome, needle_entries, reachable
 from needlepoint.verify.recall.queries import NeedleQueries
-from needlepoint.verify.schema.recall import ATTENUATED as ATTENUATED
-from needlepoint.verify.schema.recall import CAUSES as CAUSES
-from needlepoint.verify.schema.recall import CORRUPTED as CORRUPTED
-from needlepoint.verify.schema.recall import OUTRANKED as OUTRANKED
-from needlepoint.verify.schema.recall import UNREACHABLE as UNREACHABLE
-from needlepoint.verify.schema.recall import UPSTREAM as UPSTREAM
-from needlepoint.verify.schema.recall import CauseName as CauseName
+from needlepoint.verify.schema.recall import (
+    CORRUPTED,
+    OUTRANKED,
+    UNREACHABLE,
+    UPSTREAM,
+    CauseName,
+)
 
 _BLAMED: Final[tuple[StageKey, ...]] = ((QUERY, QUERIES), (QUERY, WEIGHTS), (INDEX, SCORES))
 

@@ -79,15 +79,7 @@ class PoolManifest(ManifestPart):
 
 @dataclass(frozen=True)
 class PoolFact:
-    """One fact of a pool.
-
-    Attributes
-    ----------
-    record
-        Text, question, answer, group.
-    rows, question
-        Rows of the pool's states.
-    """
+    """One fact of a pool, and the rows of the pool's states that it and its question have."""
 
     record: FactRecord
     rows: range
@@ -98,20 +90,8 @@ class PoolFact:
 class Pool:
     """Passages and facts.
 
-    Attributes
-    ----------
-    name
-        ``recall`` for the shipped one, else its folder.
-    states
-        bf16 ``[rows, width]``.
-    passages
-        Rows of each passage.
-    texts
-        Text of each passage.
-    facts
-        All facts.
-    sha256
-        Of the states.
+    ``name`` is ``recall`` for the shipped one, else its folder; ``states`` are bf16
+    ``[rows, width]``, of which each passage and fact has a range; ``sha256`` is theirs.
     """
 
     name: str

@@ -21,15 +21,10 @@ from needlepoint.verify.recall.pool import Pool, PoolFact
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a needle is wanted.
+    """Where a needle is wanted: at a depth, or with its first token at a position.
 
-    Attributes
-    ----------
-    depth
-        0 to 1, of the part of the prompt that no question reaches through its window; None for a
-        needle inside the window.
-    position
-        First token of the fact, in place of a depth.
+    The depth is 0 to 1 of the part of the prompt that no question reaches through its window; None
+    without a position asks for a needle inside the window.
     """
 
     depth: float | None
@@ -38,18 +33,9 @@ class Spot:
 
 @dataclass(frozen=True)
 class Haystack:
-    """One prompt.
+    """One prompt: rows of the pool's states, int64 ``[length]``, and its needles.
 
-    Attributes
-    ----------
-    number
-        Haystack, the cluster of its needles.
-    distractors
-        Near-duplicates besides the needles.
-    rows
-        int64 ``[length]``, rows of the pool's states.
-    needles
-        In the order of their questions.
+    ``number`` is the cluster of its needles, which stand in the order of their questions.
     """
 
     number: int
@@ -66,22 +52,10 @@ class Haystack:
 def compose(
     pool: Pool, number: int, length: int, spots: Sequence[Spot], distractors: int, seed: int
 ) -> Haystack:
-    """Compose one prompt.
+    """Compose one prompt of ``length`` tokens, questions included, with a needle for each spot.
 
-    Parameters
-    ----------
-    pool
-        Passages and facts.
-    number
-        Which haystack; with ``length`` and ``seed`` it decides every draw.
-    length
-        Tokens, questions included.
-    spots
-        One needle each.
-    distractors
-        Near-duplicates.
-    seed
-        Of the draw.
+    ``number`` (which haystack), ``length`` and ``seed`` decide every draw; ``distractors`` are
+    near-duplicates beside the needles.
 
     Raises
     ------

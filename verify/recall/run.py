@@ -24,7 +24,7 @@ from needlepoint.verify.judge.candidate_run import blamed
 from needlepoint.verify.layout.stored_rows import replayable
 from needlepoint.verify.numerics.limits import Limits
 from needlepoint.verify.recall.attention import PickPrice, Prices
-from needlepoint.verify.recall.causes import ATTENUATED, Cause, explain, mapped_rows
+from needlepoint.verify.recall.causes import Cause, explain, mapped_rows
 from needlepoint.verify.recall.model import MakePrompt, RecallModel
 from needlepoint.verify.recall.outcomes import MarginTally, Outcome, outcomes
 from needlepoint.verify.recall.queries import (
@@ -33,6 +33,7 @@ from needlepoint.verify.recall.queries import (
     candidate_outputs,
     project_request,
 )
+from needlepoint.verify.schema.recall import ATTENUATED
 
 SIDE_BY_SIDE: Final = 12_288
 """Tokens of all prompts that run at a time; a longer prompt runs alone."""

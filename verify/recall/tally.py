@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from statistics import median
 
-from needlepoint.verify.recall.causes import ATTENUATED, CAUSES
 from needlepoint.verify.recall.outcomes import MARGINS, Outcome
 from needlepoint.verify.recall.run import Gathered, Miss
 from needlepoint.verify.recall.stats import (
@@ -21,6 +20,8 @@ from needlepoint.verify.recall.stats import (
     wilson,
 )
 from needlepoint.verify.schema.recall import (
+    ATTENUATED,
+    CAUSES,
     RecallAside,
     RecallCell,
     RecallLayer,

@@ -1,31 +1,24 @@
-"""Probe live endpoints: the same questions to every arm, pass by pass, resumable.
+"""What a probe was answered: every reply is appended at once, so that a run can be resumed.
 
-Every reply is appended to a journal at once, so that an interrupted run goes on where it stopped.
-Replies that are no answers are asked again when a run is resumed.
+Replies that are no answers are asked again then.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shlex
-import subprocess
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Final
 
-from needlepoint.verify.base.progress import Progress
-from needlepoint.verify.probe.client import ANSWERED, Arm, Endpoint, Manners, Reply
+from needlepoint.verify.probe.client import ANSWERED, Arm, Reply
 from needlepoint.verify.probe.questions import Question
 from needlepoint.verify.recording.manifest import parse_json
 
 JOURNAL: Final = "needlepoint.probe-journal/1"
 MAX_JOURNAL_BYTES: Final = 256 << 20
-_CHARACTERS_A_TOKEN: Final = 4
 
 
 @dataclass(frozen=True)
@@ -135,68 +128,6 @@ class Journal:
                 raise ValueError(f"journal {path}, line {number}: {error}") from error
 
 
-def probe(
-    arms: Sequence[Arm],
-    questions: Sequence[Question],
-    passes: Sequence[Pass],
-    manners: Manners,
-    budget_tokens: int,
-    journal: Journal,
-    restart: str | None,
-    progress: Progress,
-) -> bool:
-    """Ask every question of every arm in every pass; return whether all were asked.
-
-    Parameters
-    ----------
-    arms, questions, passes
-        What is asked of whom, and how.
-    manners
-        Pauses, retries, timeouts.
-    budget_tokens
-        Estimated prompt tokens after which nothing more is sent. Every arm has an equal share, so
-        that what was asked of one was asked of all.
-    journal
-        Where replies go, and what was answered before.
-    restart
-        Command that starts the servers anew between starts; None to leave them alone.
-    progress
-        Told of every question.
-    """
-    progress.start("recall: questions", len(arms) * len(questions) * len(passes))
-    spent, whole, lock = dict.fromkeys((arm.label for arm in arms), 0), True, Lock()
-    share = budget_tokens // len(arms)
-    started = 0
-    for one in passes:
-        if one.start != started and restart is not None:
-            _restart(restart)
-        started = one.start
-        for arm in arms:
-            endpoint = Endpoint(arm, manners)
-
-            def ask(
-                question: Question, one: Pass = one, arm: Arm = arm, endpoint: Endpoint = endpoint
-            ) -> None:
-                nonlocal whole
-                if not journal.answered(arm.label, one.name, question.name):
-                    with lock:
-                        spent[arm.label] += len(question.text) // _CHARACTERS_A_TOKEN
-                        if spent[arm.label] > share:
-                            whole = False
-                            return
-                    reply = endpoint.ask(question, one.prefix(arm.label, question.name))
-                    journal.add(Record(arm.label, one.name, question.name, reply))
-                progress.advance()
-
-            try:
-                with ThreadPoolExecutor(one.concurrency) as pool:
-                    for _ in pool.map(ask, questions):
-                        pass
-            finally:
-                endpoint.close()
-    return whole
-
-
 def probe_digest(arms: Sequence[Arm], questions: Sequence[Question]) -> str:
     """Return the digest that ties a journal to its run."""
     text = json.dumps(
@@ -206,10 +137,3 @@ def probe_digest(arms: Sequence[Arm], questions: Sequence[Question]) -> str:
         ]
     )
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _restart(command: str) -> None:
-    done = subprocess.run(shlex.split(command), check=False)
-    if done.returncode:
-        raise ValueError(f"--restart {command!r}: exit code {done.returncode}, expected 0")
-    time.sleep(1.0)
