@@ -199,6 +199,16 @@ def test_relative_links_resolve(document: Path) -> None:
         assert not part or part in map(anchor, headings), target
 
 
+@pytest.mark.parametrize(
+    "document", [path for path in DOCUMENTS if path.name != "CHANGELOG.md"], ids=name
+)
+def test_paths_in_prose_exist(document: Path) -> None:
+    folders = "reference|optimized|verify|fixtures|tests|benchmarks|docs"
+    named = re.findall(rf"`((?:{folders})/[\w./*-]*)`", document.read_text())
+    missing = [path for path in named if "NAME" not in path and not any(ROOT.glob(path))]
+    assert not missing
+
+
 @pytest.mark.parametrize("side", SIDES)
 def test_architecture_names_the_rooms_that_exist(side: str) -> None:
     named = re.findall(rf"^\| `{side}/(\w+)/` \|", ROOMS, re.MULTILINE)
