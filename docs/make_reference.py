@@ -12,11 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from needlepoint.verify.cli import python as functions
 from needlepoint.verify.recording.results import shipped_schema
 
 FOLDER: Final = Path(__file__).parent / "reference"
 PUBLIC: Final = {
-    "needlepoint.optimized.protocol.interface": (
+    "needlepoint": (
+        "check",
+        "verify",
+        "diff",
+        "load_result",
+        "Result",
         "Candidate",
         "CandidateInfo",
         "LayerInputs",
@@ -36,8 +42,7 @@ PUBLIC: Final = {
     ),
     "needlepoint.optimized.candidates.catalogue": ("create", "names"),
     "needlepoint.verify.inputs.load": ("load_inputs", "Inputs"),
-    "needlepoint.verify.run.pipeline": ("verify", "PipelineOutput"),
-    "needlepoint.verify.recording.results": ("load_result", "result_files", "shipped_schema"),
+    "needlepoint.verify.recording.results": ("result_files", "shipped_schema"),
     "needlepoint.verify.goldens.manifest": ("load_golden", "Loaded"),
     "needlepoint.verify.cli.pytest_judge": ("Judge",),
 }
@@ -78,7 +83,9 @@ def python_page() -> str:
     for module, listed in PUBLIC.items():
         lines += [f"## `{module}`", ""]
         for name in listed:
-            lines += _object(getattr(importlib.import_module(module), name), name)
+            found = getattr(importlib.import_module(module), name)
+            # `needlepoint.verify` is the package of the verifier, which can be called.
+            lines += _object(functions.verify if inspect.ismodule(found) else found, name)
     return "\n".join(lines).rstrip() + "\n"
 
 
