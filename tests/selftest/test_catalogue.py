@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
+from support.wrapped import NamedPlanted
 
-from needlepoint.optimized.protocol.interface import CandidateInfo, LayerInputs, Observed, StageKey
 from needlepoint.verify.judge.candidate_run import CandidateFailed
 from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.numerics.limits import Limits
@@ -27,7 +27,7 @@ from needlepoint.verify.selftest.gates import (
     ordered,
 )
 from needlepoint.verify.selftest.input import SelftestInput, own_input
-from needlepoint.verify.selftest.judge import GroundJudge, Planted
+from needlepoint.verify.selftest.judge import GroundJudge
 
 Judged = Callable[[Setting], tuple[GroundJudge, dict[str, CandidateResult]]]
 
@@ -35,41 +35,6 @@ PER_GATE = 1
 """Faults of each gate and setting that go through the pipeline; all go through the self-test."""
 
 ALWAYS = ("wrong-positive-constant", "tokens-swapped", "needle-of-one-query-lost")
-
-
-@dataclass(frozen=True)
-class Named:
-    """A planted candidate under the name of its case."""
-
-    case: str
-    planted: Planted
-
-    @property
-    def info(self) -> CandidateInfo:
-        known = self.planted.info
-        return CandidateInfo(
-            self.case, known.format, "cpu", known.profile, known.variant, known.source_sha256
-        )
-
-    def stages(self, ratio: int) -> frozenset[StageKey]:
-        return self.planted.stages(ratio)
-
-    def run(self, inputs: LayerInputs) -> Observed:
-        return own_memory(self.planted.run(inputs))
-
-
-def own_memory(observed: Observed) -> Observed:
-    """Return a run in memory of its own: planted runs share what they leave alone."""
-    query, picks = observed.query, observed.topk
-    if query is not None:
-        query = replace(query, codes=query.codes.clone(), weights=query.weights.clone())
-    return replace(
-        observed,
-        dense={key: rows.clone() for key, rows in observed.dense.items()},
-        stored={p: replace(rows, pool=rows.pool.clone()) for p, rows in observed.stored.items()},
-        query=query,
-        topk=None if picks is None else picks.clone(),
-    )
 
 
 def _chosen() -> tuple[Case, ...]:
@@ -107,7 +72,7 @@ def judged(source: SelftestInput, judge: Callable[..., PipelineOutput]) -> Judge
             inputs = replace(whole, layers=(layer,))
             ground = source.judge(setting, 1.0, Limits.default())
             cases = [case for case in _chosen() if case.setting == setting]
-            candidates = [Named(case.id, ground.planted(case)) for case in cases]
+            candidates = [NamedPlanted(case.id, ground.planted(case)) for case in cases]
             result = judge(inputs, *candidates).result
             kept[setting] = ground, {c.name: c for c in result.candidates}
         return kept[setting]
@@ -160,7 +125,7 @@ def test_a_broken_rule_is_refused(
     ground = source.judge(case.setting, 1.0, Limits.default())
 
     with pytest.raises(CandidateFailed, match=id):
-        judge(source.inputs, Named(id, ground.planted(case)))
+        judge(source.inputs, NamedPlanted(id, ground.planted(case)))
 
 
 def test_a_stage_that_is_not_returned_is_no_match(
@@ -170,7 +135,7 @@ def test_a_stage_that_is_not_returned_is_no_match(
     ground = source.judge(case.setting, 1.0, Limits.default())
     inputs = replace(source.inputs, layers=(0,))
 
-    result = judge(inputs, Named(case.id, ground.planted(case))).result
+    result = judge(inputs, NamedPlanted(case.id, ground.planted(case))).result
 
     assert result.verdict == "cannot-judge"
     assert [(s.path, s.stage) for s in result.counts.skipped] == [("index", "scores")]

@@ -25,6 +25,7 @@ from needlepoint.optimized.protocol.interface import (
 from needlepoint.verify.selftest.faults.catalogue import CATALOGUE
 from needlepoint.verify.selftest.faults.fault import Plant
 from needlepoint.verify.selftest.faults.ground import Ground
+from needlepoint.verify.selftest.judge import Planted
 
 Change = Callable[[LayerInputs, Observed], Any]
 
@@ -104,6 +105,41 @@ class WrappedCandidate:
 
     def run(self, inputs: LayerInputs) -> Observed:
         return cast(Observed, self.change(inputs, create(self.inner).run(inputs)))
+
+
+@dataclass(frozen=True)
+class NamedPlanted:
+    """A planted candidate under the name of its case."""
+
+    case: str
+    planted: Planted
+
+    @property
+    def info(self) -> CandidateInfo:
+        known = self.planted.info
+        return CandidateInfo(
+            self.case, known.format, "cpu", known.profile, known.variant, known.source_sha256
+        )
+
+    def stages(self, ratio: int) -> frozenset[StageKey]:
+        return self.planted.stages(ratio)
+
+    def run(self, inputs: LayerInputs) -> Observed:
+        return own_memory(self.planted.run(inputs))
+
+
+def own_memory(observed: Observed) -> Observed:
+    """Return a run in memory of its own: planted runs share what they leave alone."""
+    query, picks = observed.query, observed.topk
+    if query is not None:
+        query = replace(query, codes=query.codes.clone(), weights=query.weights.clone())
+    return replace(
+        observed,
+        dense={key: rows.clone() for key, rows in observed.dense.items()},
+        stored={p: replace(rows, pool=rows.pool.clone()) for p, rows in observed.stored.items()},
+        query=query,
+        topk=None if picks is None else picks.clone(),
+    )
 
 
 @pytest.fixture(scope="session")

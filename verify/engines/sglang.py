@@ -1,9 +1,9 @@
 """SGLang's DeepSeek-V4 kernels as candidates: pooling, stores, query path and top-k, unmodified.
 
-The kernels of the installed package are loaded without its serving stack (``bench_sglang.py``) and
-called as its prefill calls them: one pass over all requests, fp32 state, main rows of 584 bytes.
-SGLang takes index scores from DeepGEMM, a candidate of its own; here its top-k picks from fp32
-scores of its own stored keys and queries.
+The kernels of the installed package are loaded without its serving stack
+(``optimized/engines/sglang.py``) and called as its prefill calls them: one pass over all requests,
+fp32 state, main rows of 584 bytes. SGLang takes index scores from DeepGEMM, a candidate of its own;
+here its top-k picks from fp32 scores of its own stored keys and queries.
 """
 
 from __future__ import annotations
