@@ -17,9 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Config, DeepseekV4Model
 
-from needlepoint.verify.diff.capture import Capture, Tap, first_input
-from needlepoint.verify.recording.manifest import Manifest
-from needlepoint.verify.recording.recording import RecordingWriter
+from needlepoint import Capture, Manifest, RecordingWriter, Tap, first_input
 
 CONFIG = {
     "hidden_size": 64,

@@ -10,7 +10,7 @@ from scipy.linalg import hadamard
 from torch import Tensor, split
 from torch.nn.functional import pad
 
-from needlepoint.optimized.protocol.interface import CandidateInfo, LayerInputs, Observed, PagedRows
+from needlepoint import CandidateInfo, LayerInputs, Observed, PagedRows
 
 PAGE = 64  # rows a page
 

@@ -27,37 +27,94 @@ if TYPE_CHECKING:
     from needlepoint.optimized.protocol.interface import QueryRows as QueryRows
     from needlepoint.optimized.protocol.interface import ScoreReader as ScoreReader
     from needlepoint.optimized.protocol.interface import StageKey as StageKey
+    from needlepoint.optimized.protocol.optional import ComputesRows as ComputesRows
+    from needlepoint.optimized.protocol.optional import MeasuresPrompts as MeasuresPrompts
+    from needlepoint.optimized.protocol.optional import MeasuresTransients as MeasuresTransients
+    from needlepoint.optimized.protocol.optional import SelectsEntries as SelectsEntries
+    from needlepoint.optimized.protocol.optional import SpreadsLayers as SpreadsLayers
+    from needlepoint.optimized.protocol.optional import TransientLaw as TransientLaw
+    from needlepoint.optimized.protocol.optional import TransientSample as TransientSample
+    from needlepoint.optimized.protocol.serving import Cache as Cache
+    from needlepoint.optimized.protocol.serving import CacheSpec as CacheSpec
+    from needlepoint.optimized.protocol.serving import CannotServe as CannotServe
+    from needlepoint.optimized.protocol.serving import CompressorParameters as CompressorParameters
+    from needlepoint.optimized.protocol.serving import LayerParameters as LayerParameters
+    from needlepoint.optimized.protocol.serving import Part as Part
+    from needlepoint.optimized.protocol.serving import Place as Place
+    from needlepoint.optimized.protocol.serving import Server as Server
+    from needlepoint.optimized.protocol.serving import StatefulCandidate as StatefulCandidate
+    from needlepoint.optimized.protocol.serving import StepBatch as StepBatch
+    from needlepoint.optimized.protocol.serving import StepOutput as StepOutput
+    from needlepoint.optimized.protocol.serving import TokenRows as TokenRows
     from needlepoint.verify.cli.python import Result as Result
     from needlepoint.verify.cli.python import check as check
     from needlepoint.verify.cli.python import diff as diff
     from needlepoint.verify.cli.python import load_result as load_result
     from needlepoint.verify.cli.python import verify as verify
+    from needlepoint.verify.diff.capture import Capture as Capture
+    from needlepoint.verify.diff.capture import Tap as Tap
+    from needlepoint.verify.diff.capture import first_input as first_input
+    from needlepoint.verify.recording.manifest import Manifest as Manifest
+    from needlepoint.verify.recording.recording import RecordingWriter as RecordingWriter
 
     __version__: str
 
-_PROTOCOL = "needlepoint.optimized.protocol.interface"
-_COMMANDS = "needlepoint.verify.cli.python"
-_PLACES = {
-    "Candidate": _PROTOCOL,
-    "CandidateInfo": _PROTOCOL,
-    "CompressorInputs": _PROTOCOL,
-    "INDEX": _PROTOCOL,
-    "LayerInputs": _PROTOCOL,
-    "MAIN": _PROTOCOL,
-    "Observed": _PROTOCOL,
-    "PagedRows": _PROTOCOL,
-    "QUERY": _PROTOCOL,
-    "QueryInputs": _PROTOCOL,
-    "QueryRows": _PROTOCOL,
-    "Result": _COMMANDS,
-    "ScoreReader": _PROTOCOL,
-    "StageKey": _PROTOCOL,
-    "check": _COMMANDS,
-    "diff": _COMMANDS,
-    "load_result": _COMMANDS,
-    "verify": "needlepoint",
+_NAMES = {
+    "needlepoint.optimized.protocol.interface": (
+        "Candidate",
+        "CandidateInfo",
+        "CompressorInputs",
+        "INDEX",
+        "LayerInputs",
+        "MAIN",
+        "Observed",
+        "PagedRows",
+        "QUERY",
+        "QueryInputs",
+        "QueryRows",
+        "ScoreReader",
+        "StageKey",
+    ),
+    "needlepoint.optimized.protocol.optional": (
+        "ComputesRows",
+        "MeasuresPrompts",
+        "MeasuresTransients",
+        "SelectsEntries",
+        "SpreadsLayers",
+        "TransientLaw",
+        "TransientSample",
+    ),
+    "needlepoint.optimized.protocol.serving": (
+        "Cache",
+        "CacheSpec",
+        "CannotServe",
+        "CompressorParameters",
+        "LayerParameters",
+        "Part",
+        "Place",
+        "Server",
+        "StatefulCandidate",
+        "StepBatch",
+        "StepOutput",
+        "TokenRows",
+    ),
+    "needlepoint.verify.cli.python": (
+        "Result",
+        "check",
+        "diff",
+        "load_result",
+    ),
+    "needlepoint.verify.diff.capture": (
+        "Capture",
+        "Tap",
+        "first_input",
+    ),
+    "needlepoint.verify.recording.manifest": ("Manifest",),
+    "needlepoint.verify.recording.recording": ("RecordingWriter",),
+    "needlepoint": ("verify",),  # the package of the verifier, which can be called
 }
-"""Where each name comes from. ``verify`` is the package of the verifier, which can be called."""
+"""Names by where they are, as they stand for type checkers above."""
+_PLACES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_PLACES)
 
 

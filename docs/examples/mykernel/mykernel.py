@@ -2,7 +2,7 @@
 
 from torch import Tensor, cat, split
 
-from needlepoint.optimized.protocol.interface import CandidateInfo, LayerInputs, Observed
+from needlepoint import CandidateInfo, LayerInputs, Observed
 
 
 def my_kernel(kv: Tensor, score: Tensor, ape: Tensor) -> Tensor:
