@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -124,10 +125,15 @@ def _type(field: dict[str, Any]) -> str:
 def _object(found: Any, name: str) -> list[str]:  # noqa: ANN401
     lines = [f"### `{name}`", "", "```text"]
     if inspect.isfunction(found):
-        lines.append(f"{name}{inspect.signature(found)}")
+        lines.append(f"{name}{_signature(found)}")
         lines.append("")
     lines += [*inspect.cleandoc(found.__doc__ or "").splitlines(), *_members(found), "```", ""]
     return lines
+
+
+def _signature(function: Callable[..., object]) -> str:
+    """Return a signature with its annotations as the source has them, without quotes."""
+    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(function)))
 
 
 def _members(found: Any) -> Iterator[str]:  # noqa: ANN401
@@ -143,7 +149,7 @@ def _members(found: Any) -> Iterator[str]:  # noqa: ANN401
             continue
         function = member.fget if isinstance(member, property) else member
         if inspect.isfunction(function) and function.__doc__:
-            signature = "" if isinstance(member, property) else inspect.signature(function)
+            signature = "" if isinstance(member, property) else _signature(function)
             yield ""
             yield f"{name}{signature}"
             yield from (
