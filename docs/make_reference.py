@@ -1,4 +1,4 @@
-"""Make docs/reference/: results from their JSON Schemas, the Python interface from its docstrings.
+"""Make docs/reference/: results from JSON Schemas, stages from their registry, Python docstrings.
 
 Run ``python docs/make_reference.py``; a test holds the pages to what it makes.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from needlepoint.optimized.protocol.stages import REGISTRY
 from needlepoint.verify.cli import python as functions
 from needlepoint.verify.recording.results import shipped_schema
 
@@ -59,7 +60,7 @@ EXPLAINED: Final = {
 def pages() -> dict[str, str]:
     """Return the text of every page by file name."""
     schemas = {f"{name}.md": schema_page(name) for name in EXPLAINED}
-    return {**schemas, "python.md": python_page()}
+    return {**schemas, "python.md": python_page(), "stages.md": stages_page()}
 
 
 def schema_page(name: str) -> str:
@@ -76,6 +77,35 @@ def schema_page(name: str) -> str:
     lines += _fields("The whole", schema)
     for name, part in sorted(schema["$defs"].items()):
         lines += _fields(name, part)
+    return "\n".join(lines) + "\n"
+
+
+def stages_page() -> str:
+    """Return the page of the stages, from the registry."""
+    lines = [
+        "# Stages",
+        "",
+        "Made from `REGISTRY` in `optimized/protocol/stages.py` by `docs/make_reference.py`, in",
+        "the order in which a token passes them. [Add a stage](../extend.md#add-a-stage).",
+        "",
+        "| stage | layers that have it | a row each | tensors | compared as | the limit is 1 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for stage in REGISTRY:
+        where = "; ".join(
+            f"`{path}` of ratio {', '.join(str(r) for r in stage.feeds if path in stage.feeds[r])}"
+            for path in stage.paths
+        )
+        parts = dict.fromkeys(
+            ".".join(part for part in (path, stage.name, tensor.part) if part)
+            for path in stage.paths
+            for tensor in stage.tensors_of(path)
+        )
+        limit = f"{stage.limit_unit}: {stage.derivation}".replace("|", "\\|")
+        lines.append(
+            f"| `{stage.name}`, {stage.kind} | {where} | {stage.rows} | {', '.join(parts)} | "
+            f"{stage.canonical} | {limit} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -105,6 +105,10 @@ class Stage:
         The form in which both sides are compared.
     limit_unit, derivation
         What a row error is measured in, and where that unit comes from.
+    distance
+        What the distance beside a row error counts; None where there is none.
+    rounding
+        Point of the profile at which a dense stage is rounded; empty for the stage's own name.
     """
 
     name: str
@@ -116,6 +120,8 @@ class Stage:
     limit_unit: str = "of the a-priori radius"
     dense: bool = False
     rows: Literal["tokens", "entries"] = field(default="tokens")
+    distance: Literal["ulp", "codes"] | None = "ulp"
+    rounding: str = ""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -236,6 +242,7 @@ REGISTRY: Final[tuple[Stage, ...]] = (
         derivation="distance to the rounding cell of the stored code under the candidate's own "
         "scale; the scale must follow from an amax within the radius",
         rows="entries",
+        distance="codes",
     ),
     Stage(
         "query",
@@ -253,6 +260,7 @@ REGISTRY: Final[tuple[Stage, ...]] = (
         },
         canonical="codes and scales, decoded",
         derivation="as stored, from the projected query through RoPE and Hadamard",
+        distance="codes",
     ),
     Stage(
         "weights",
@@ -281,6 +289,7 @@ REGISTRY: Final[tuple[Stage, ...]] = (
         derivation="a swap is explained when the reference scores of the lost and the gained entry "
         "differ by no more than the bounds of the two",
         limit_unit="of the a-priori bounds of both scores",
+        distance=None,
     ),
     Stage(
         "attention",
@@ -316,25 +325,13 @@ def stage_named(name: str) -> Stage:
     raise ValueError(f"stage {name!r}: expected one of {', '.join(STAGES)}")
 
 
-def dense_stages(path: str, ratio: int) -> tuple[str, ...]:
-    """Return the stages of the key side before the store that a path has, in order."""
-    return tuple(s.name for s in REGISTRY if s.dense and path in s.feeds.get(ratio, ()))
+def dense_stages(path: str, ratio: int | None = None) -> tuple[str, ...]:
+    """Return the stages of the key side before the store that a path has, in order.
 
-
-def key_and_query_stages(ratio: int, *, dense: bool) -> frozenset[StageKey]:
-    """Return the compared stages of a whole layer: stored rows, query, scores and picks.
-
-    Parameters
-    ----------
-    ratio
-        4 has an indexer, 128 none; any other ratio has no compressor.
-    dense
-        Whether the dense stages are among them.
+    Without a ratio, those of a layer that has all of them.
     """
-    compressed = REGISTRY if ratio in (4, 128) else ()
-    return frozenset(
-        (path, stage.name)
-        for stage in compressed
-        if stage.kind == "compared" and (dense or not stage.dense)
-        for path in stage.feeds.get(ratio, ())
+    return tuple(
+        stage.name
+        for stage in REGISTRY
+        if stage.dense and path in (stage.paths if ratio is None else stage.feeds.get(ratio, ()))
     )

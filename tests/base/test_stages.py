@@ -1,6 +1,13 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+
 import pytest
+from safetensors.torch import load_file, save_file
 
 from needlepoint.verify.base.stages import (
     declared_stages,
@@ -79,3 +86,94 @@ def test_unknown_names_and_ratios_are_refused() -> None:
         rows_expected(("index", "stored"), (128,), 128)
     with pytest.raises(ValueError, match=r"stage index\.pool: expected PATH\.STAGE"):
         stage_kind(("index", "pool"), ())
+
+
+TOY = Path(__file__).parent / "toy_stage.py"
+CANDIDATE = """
+from dataclasses import replace
+
+from needlepoint.optimized.candidates.catalogue import create
+
+
+class Handing:
+    def __init__(self, name, factor):
+        self._inner, self._factor = create("emulated:fused-fp8"), factor
+        self.info = replace(self._inner.info, name=name)
+
+    def stages(self, ratio):
+        own = self._inner.stages(ratio)
+        return own | {(path, "handed") for path, stage in own if stage == "normed"}
+
+    def run(self, inputs):
+        seen = self._inner.run(inputs)
+        handed = {
+            (path, "handed"): rows * self._factor if path == "index" else rows.clone()
+            for (path, stage), rows in seen.dense.items()
+            if stage == "normed"
+        }
+        return replace(seen, dense={**seen.dense, **handed})
+
+
+def sound():
+    return Handing("sound", 1.0)
+
+
+def faulty():
+    return Handing("faulty", 1.001)
+"""
+MAPPING = """
+schema = "needlepoint.dump/1"
+name = "dumped"
+format = "fp8"
+profile = "needlepoint"
+requests = [200]
+layers = [0]
+rows = {"index.handed" = "handed"}
+"""
+
+
+def test_a_new_stage_is_one_entry_and_its_arithmetic(tmp_path: Path, small_model: Path) -> None:
+    (tmp_path / "toy.py").write_text(CANDIDATE)
+    (tmp_path / "limits.toml").write_text("[handed]\nvalue = 1.5\n")
+    (tmp_path / "pyproject.toml").touch()
+
+    def run(*arguments: object) -> CompletedProcess[str]:
+        words = [sys.executable, str(TOY), *map(str, arguments)]
+        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    given = ("--input", "synthetic", "--model", small_model, "--tokens", 200, "--layers", 0)
+    sound, faulty = ("--candidate", "./toy.py:sound"), ("--candidate", "./toy.py:faulty")
+
+    judged = run("verify", *given, *sound, *faulty, "--limits", "limits.toml", "--json", "r.json")
+
+    assert judged.returncode == 1, judged.stderr
+    assert "handed" in judged.stdout
+    results = json.loads((tmp_path / "r.json").read_text())["candidates"]
+    for result, verdicts in zip(results, (("match", "match"), ("differ", "match")), strict=True):
+        handed = [s for s in result["layers"][0]["stages"] if s["stage"] == "handed"]
+        assert [stage["path"] for stage in handed] == ["index", "main"]
+        assert tuple(stage["verdict"] for stage in handed) == verdicts
+        assert {stage["limit"]["value"] for stage in handed} == {1.5}
+        assert {stage["rows_compared"] for stage in handed} == {50}
+        assert "a copy loses nothing" in handed[0]["limit"]["derivation"]
+    first = results[1]["first_divergence"]
+    assert (first["path"], first["stage"]) == ("index", "handed")
+
+    for name, candidate in (("a", sound), ("b", faulty)):
+        written = run("record", *given, *candidate, "--out", name)
+        assert written.returncode == 0, written.stderr
+    layer = json.loads((tmp_path / "a" / "manifest.json").read_text())["layers"][0]
+    assert ["index", "handed"] in layer["stages"]
+    compared = run("diff", "a", "b", "--stages", "handed", "--json", "d.json")
+    assert compared.returncode == 1, compared.stderr
+    found = json.loads((tmp_path / "d.json").read_text())["candidates"][0]["first_divergence"]
+    assert (found["path"], found["stage"]) == ("index", "handed")
+
+    (tmp_path / "dump").mkdir()
+    rows = load_file(tmp_path / "b" / "layer0.safetensors")["layer0.index.handed"]
+    save_file({"handed": rows}, tmp_path / "dump" / "handed.safetensors")
+    (tmp_path / "dump" / "needlepoint-dump.toml").write_text(MAPPING)
+    dumped = run("diff", "a", "dump", "--json", "e.json")
+    assert dumped.returncode == 1, dumped.stderr
+    found = json.loads((tmp_path / "e.json").read_text())["candidates"][0]["first_divergence"]
+    assert (found["path"], found["stage"]) == ("index", "handed")

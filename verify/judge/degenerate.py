@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, split
 
 from needlepoint.optimized.protocol.interface import INDEX, LayerInputs, Observed, StageKey
+from needlepoint.verify.base.stage_tensors import output_tensors
 from needlepoint.verify.base.stages import INPUT, PROJECTED, SCORES, TOPK, is_key_side
 from needlepoint.verify.inputs.layer_inputs import given_tensors
 from needlepoint.verify.inputs.synthetic import CONSTANT
@@ -160,16 +161,10 @@ def _windows_alike(given: LayerInputs, path: str) -> bool:
 
 
 def _observed_tensors(observed: Observed) -> Iterator[tuple[str, Tensor]]:
-    yield from ((".".join(key), rows) for key, rows in observed.dense.items())
-    for path, paged in observed.stored.items():
-        yield f"{path}.stored", paged.pool
-    if observed.query is not None:
-        yield "query.query", observed.query.codes
-        yield "query.weights", observed.query.weights
-    if observed.topk is not None:
-        yield "index.topk", observed.topk
-    if observed.attention is not None:
-        yield "main.attention", observed.attention
+    """Yield what holds numbers of a stage; tables and scales beside them may be shared."""
+    for name, tensor in output_tensors(observed).items():
+        if ".page_table." not in name and not name.endswith(".scales"):
+            yield ".".join(name.split(".")[:2]), tensor
 
 
 def _memory(tensor: Tensor) -> int:

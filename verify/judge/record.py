@@ -18,11 +18,13 @@ from needlepoint.optimized.protocol.interface import (
     PagedRows,
     QueryRows,
 )
+from needlepoint.optimized.protocol.stages import stage_named
 from needlepoint.reference.formats import to_bf16
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import BF16_CONTRACT, Arithmetic, Precision
 from needlepoint.reference.stages import ChunkStages
 from needlepoint.verify.base.progress import Progress
+from needlepoint.verify.base.stages import POOLED
 from needlepoint.verify.inputs.layer_inputs import given_layer
 from needlepoint.verify.inputs.load import Inputs
 from needlepoint.verify.inputs.recall_needles import needle_records
@@ -156,19 +158,20 @@ def reference_observed(stages: Sequence[ChunkStages], contract: Arithmetic) -> O
         Arithmetic that they were run under.
     """
     exact = contract.index_key.element == "float64"
-    dense: dict[tuple[str, str], Tensor] = {}
     stored: dict[str, PagedRows] = {}
     for path in (INDEX, MAIN):
         rows = [part.index if path == INDEX else part.main for part in stages]
         present = [row for row in rows if row is not None]
         if not present:
             continue
-        pooled = ("pooled",) if stages[0].main is not None else ()  # else nothing is pooled
-        for stage in (*pooled, "normed", "roped", "rotated"):
-            parts = [getattr(row, stage) for row in present]
-            if parts[0] is not None:
-                dense[path, stage] = _narrow(torch.cat(parts), exact)
         stored[path] = _pages([row.stored.values for row in present], path, exact)
+    by_stage = [part.tensors() for part in stages]
+    dense = {
+        key: _narrow(torch.cat([tensors[key] for tensors in by_stage]), exact)
+        for key in by_stage[0]
+        # Without a main path the layer is one of a key a token, where nothing is pooled.
+        if stage_named(key[1]).dense and (stages[0].main or key[1] != POOLED)
+    }
     queries = [part.query for part in stages if part.query is not None]
     query = None
     if queries:

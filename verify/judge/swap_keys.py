@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from needlepoint.optimized.protocol.interface import StageKey
-from needlepoint.verify.base.stages import NORMED, POOLED, ROPED, ROTATED, STORED
+from needlepoint.verify.base.stages import POOLED, STORED
 from needlepoint.verify.judge.sides.key_side import KeyReference, reference_rows
 from needlepoint.verify.layout.stored_rows import StoredRows, replayable
 from needlepoint.verify.numerics.error_bound import exact, key_chain, precision_of, rounding
@@ -37,7 +37,7 @@ class KeyMixture:
         self, reference: KeyReference, dense: Mapping[str, Tensor], stored: StoredRows | None
     ) -> None:
         self._reference = reference
-        self._order = [s for s in (POOLED, NORMED, ROPED, ROTATED) if s in reference.stages]
+        self._order = list(reference.chain.stages)
         self._residual: dict[str, Tensor] = {}
         entering = reference.stages[POOLED].value
         for stage in self._order:

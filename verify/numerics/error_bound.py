@@ -14,20 +14,21 @@ that is the *accumulated* one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.protocol.stages import INDEX, REGISTRY, dense_stages
 from needlepoint.reference.formats.names import RopeLayout
 from needlepoint.reference.hadamard import hadamard
 from needlepoint.reference.norm import rms_norm
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.reference.rope import apply_rope, from_pairs, in_pairs
 from needlepoint.reference.rounding import round_to
-from needlepoint.verify.base.stages import NORMED, POOLED, ROPED, ROTATED
+from needlepoint.verify.base.stages import NORMED, ROPED, ROTATED
 from needlepoint.verify.numerics.error_model import (
     HADAMARD_FACTOR,
     HADAMARD_SUM,
@@ -268,6 +269,12 @@ class KeyPath:
     # [d] fp32: the norm is a LayerNorm (ratio 1); None for an RMS norm.
     norm_bias: Tensor | None = None
     layout: RopeLayout = RopeLayout.TRAILING_PAIRS  # Dims that RoPE rotates.
+    name: str = INDEX  # ``index`` or ``main``.
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Its stages before the store, in order; nothing rotates where ``rotate`` is not set."""
+        return tuple(s for s in dense_stages(self.name) if s != ROTATED or self.rotate)
 
 
 def key_chain(stage: str, row: ErrorBound, path: KeyPath) -> Mapping[str, ErrorBound]:
@@ -294,14 +301,14 @@ def key_chain(stage: str, row: ErrorBound, path: KeyPath) -> Mapping[str, ErrorB
     ValueError
         If the path has no such stage.
     """
-    order = [POOLED, NORMED, ROPED, *([ROTATED] if path.rotate else [])]
+    order = path.stages
     if stage not in order:
         raise ValueError(f"key chain: no stage {stage!r}, expected one of {', '.join(order)}")
     chain = {stage: row}
     for before, after in pairwise(order):
         if before in chain:
             entering = rounding(chain[before], precision_of(before, path.arithmetic))
-            chain[after] = _advance(after, entering, path)
+            chain[after] = STEPS[after](entering, path)
     return chain
 
 
@@ -313,22 +320,22 @@ def precision_of(stage: str, arithmetic: Arithmetic) -> Precision:
     ValueError
         If the stage is not dense.
     """
-    points = {
-        POOLED: arithmetic.pooled,
-        NORMED: arithmetic.normed,
-        ROPED: arithmetic.roped,
-        ROTATED: arithmetic.rotated,
-    }
+    points = {entry.name: entry.rounding or entry.name for entry in REGISTRY if entry.dense}
     if stage not in points:
         raise ValueError(f"stage {stage!r} has no rounding point, expected {', '.join(points)}")
-    return points[stage]
+    found: Precision = getattr(arithmetic, points[stage])
+    return found
 
 
-def _advance(stage: str, row: ErrorBound, path: KeyPath) -> ErrorBound:
-    if stage == NORMED and path.norm_bias is not None:
+def _norm(row: ErrorBound, path: KeyPath) -> ErrorBound:
+    if path.norm_bias is not None:
         return layer_normed(row, path.norm_weight, path.norm_bias, path.eps)
-    if stage == NORMED:
-        return normed(row, path.norm_weight, path.eps)
-    if stage == ROPED:
-        return roped(row, path.table, layout=path.layout)
-    return rotated(row)
+    return normed(row, path.norm_weight, path.eps)
+
+
+STEPS: dict[str, Callable[[ErrorBound, KeyPath], ErrorBound]] = {
+    NORMED: _norm,
+    ROPED: lambda row, path: roped(row, path.table, layout=path.layout),
+    ROTATED: lambda row, path: rotated(row),
+}
+"""Arithmetic of each dense stage behind ``pooled``, from what the stage before it holds."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from needlepoint.optimized.protocol.interface import INDEX, MAIN, QUERY, Candidate, StageKey
-from needlepoint.verify.base.stages import QUERIES, SCORES, STORED, TOPK, WEIGHTS
+from needlepoint.optimized.protocol.interface import Candidate
+from needlepoint.optimized.protocol.stages import stage_named
+from needlepoint.verify.base.stages import COMPARED, SCORES, TOPK, declared_stages
 from needlepoint.verify.judge.profiles import NEEDLEPOINT, profile_of
 from needlepoint.verify.judge.results.output import PipelineOutput
 from needlepoint.verify.judge.results.verdicts import count_stages
@@ -36,17 +37,6 @@ from needlepoint.verify.schema.result import (
     Verdict,
 )
 
-_STAGES: dict[int, tuple[StageKey, ...]] = {
-    4: (
-        (INDEX, STORED),
-        (MAIN, STORED),
-        (QUERY, QUERIES),
-        (QUERY, WEIGHTS),
-        (INDEX, SCORES),
-        (INDEX, TOPK),
-    ),
-    128: ((MAIN, STORED),),
-}
 _ALONE = "the same tokens run alone from scratch"
 
 
@@ -179,7 +169,9 @@ def _stages(
     gap = next((gap.reason for gap in run.gaps if gap.candidate == name), None)
     exact = candidate.info.profile == NEEDLEPOINT
     found = []
-    for key in _STAGES[ratio]:
+    for key in declared_stages(ratio):
+        if stage_named(key[1]).dense or stage_named(key[1]).kind != COMPARED:
+            continue  # nothing of it outlives a call
         path, stage = key
         rows = run.tally.compared[name, ratio, key]
         bytewise = exact and stage not in (SCORES, TOPK)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from needlepoint.verify.base.stages import ATTENTION, INPUT, PROJECTED, TOPK, declared_stages
+from needlepoint.optimized.protocol.stages import REGISTRY
+from needlepoint.verify.base.stages import COMPARED, TOPK, declared_stages
 
 PROTOCOL = "protocol"
 SKIPPED = "skipped"
@@ -14,7 +15,7 @@ SCENARIO = "scenario"
 BIAS = "bias"
 SELECTOR, INVALID, UNKNOWN = "topk.selector", "topk.invalid", "topk.unknown"
 
-NOT_OBSERVED = (INPUT, PROJECTED, ATTENTION)
+NOT_OBSERVED = tuple(stage.name for stage in REGISTRY if stage.kind != COMPARED)
 """Stages that are given or a consequence."""
 
 STAGE_GATES: tuple[str, ...] = tuple(

@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from needlepoint.optimized.protocol.stages import stage_named
 from needlepoint.verify.base.rows import Rows
-from needlepoint.verify.base.stages import COMPARED, STORED, TOPK
+from needlepoint.verify.base.stages import COMPARED, TOPK
 from needlepoint.verify.judge.blame import stage_blame
 from needlepoint.verify.judge.degenerate import limit_range
 from needlepoint.verify.numerics.bias import bias_tests
@@ -36,8 +37,6 @@ WORST_ROWS = 16
 NO_ENTRY = -1
 """What stands for the lost and the gained entry of a row of picks without a swap."""
 
-_UNITS = {STORED: "codes", "query": "codes"}
-
 
 def compared_stage(errors: StageErrors, rows: Rows, limit: Limit) -> StageResult:
     """Return the result of a stage that was compared.
@@ -57,8 +56,9 @@ def compared_stage(errors: StageErrors, rows: Rows, limit: Limit) -> StageResult
         Limit of the stage.
     """
     path, stage = errors.key
-    unit = errors.distance_unit or _UNITS.get(stage, "ulp")
-    stats = partial(_stats, limit=limit, unit=None if stage == TOPK else unit)
+    usual = stage_named(stage).distance
+    unit = None if usual is None else errors.distance_unit or usual
+    stats = partial(_stats, limit=limit, unit=unit)
     compared = errors.local.rows
     failed = errors.local.failed(limit.value)
     verdict: Verdict = DIFFER if bool(failed.any()) else MATCH

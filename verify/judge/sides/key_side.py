@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from needlepoint.optimized.protocol.interface import INDEX, CompressorInputs, LayerInputs
+from needlepoint.optimized.protocol.stages import dense_stages
 from needlepoint.reference.compressor import CompressorState, compressor_inputs, gather_taps
 from needlepoint.reference.formats.names import PER_TOKEN, RopeLayout
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.reference.rope import table_as
-from needlepoint.verify.base.stages import NORMED, POOLED, ROPED, ROTATED, STORED
+from needlepoint.verify.base.stages import POOLED, STORED
 from needlepoint.verify.layout.stored_rows import StoredRows, replayable
 from needlepoint.verify.numerics.bounds import stored_error_bound
 from needlepoint.verify.numerics.compare import compare_dense
@@ -65,7 +66,7 @@ class KeyReference:
     @property
     def last(self) -> str:
         """Name of the last stage before the store."""
-        return ROTATED if self.chain.rotate else ROPED
+        return self.chain.stages[-1]
 
     def rows(self, rows: slice) -> KeyReference:
         """Return the reference of some entries."""
@@ -110,6 +111,7 @@ def key_reference(path: str, inputs: LayerInputs, arithmetic: Arithmetic) -> Key
         rotate=path == INDEX and arithmetic.hadamard,
         norm_bias=given.norm_bias,
         layout=inputs.index_rope if path == INDEX else RopeLayout.TRAILING_PAIRS,
+        name=path,
     )
     if inputs.ratio > PER_TOKEN:
         row = _pooled_rows(given, inputs, arithmetic)
@@ -181,7 +183,7 @@ def _compare_entries(
     stages = reference.stages
     content = content_of(next(iter(stages.values())).value)
     steps = 0
-    for stage in (POOLED, NORMED, ROPED, ROTATED):
+    for stage in dense_stages(reference.path):
         steps += stage in stages
         if stage in dense:
             point = precision_of(stage, reference.chain.arithmetic)
