@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -139,10 +140,18 @@ def test_a_new_stage_is_one_entry_and_its_arithmetic(tmp_path: Path, small_model
 
     def run(*arguments: object) -> CompletedProcess[str]:
         words = [sys.executable, str(TOY), *map(str, arguments)]
-        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+        return subprocess.run(
+            words,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     given = ("--input", "synthetic", "--model", small_model, "--tokens", 200, "--layers", 0)
-    sound, faulty = ("--candidate", "./toy.py:sound"), ("--candidate", "./toy.py:faulty")
+    sound, faulty = ("--candidate", "toy:sound"), ("--candidate", "toy:faulty")
 
     judged = run("verify", *given, *sound, *faulty, "--limits", "limits.toml", "--json", "r.json")
 

@@ -55,10 +55,9 @@ class Finder:
 
 def main() -> int:
     """Run the command line with the stage."""
-    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
-    from needlepoint.verify.cli.run import run_app
-
+    sys.meta_path.insert(0, Finder())
     from needlepoint.verify.cli.app import app
+    from needlepoint.verify.cli.run import run_app
     from needlepoint.verify.numerics.error_bound import STEPS
 
     STEPS["handed"] = lambda row, path: row
