@@ -56,8 +56,7 @@ class Finder:
 def main() -> int:
     """Run the command line with the stage."""
     sys.meta_path.insert(0, Finder())
-    from needlepoint.verify.cli.app import app
-    from needlepoint.verify.cli.run import run_app
+    from needlepoint.verify.cli.app import app, run_app
     from needlepoint.verify.numerics.error_bound import STEPS
 
     STEPS["handed"] = lambda row, path: row
