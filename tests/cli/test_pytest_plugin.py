@@ -218,6 +218,12 @@ def test_gates_contract_and_profile_come_from_the_command_line(suite: pytest.Pyt
     found.stdout.fnmatch_lines(["*cannot judge: *nobody*"])
 
 
+def test_an_unknown_contract_stops_the_run(suite: pytest.Pytester) -> None:
+    found = suite.runpytest_inprocess("--needlepoint-contract", "fp64")
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+    found.stderr.fnmatch_lines(["*--needlepoint-contract: 'fp64': expected one of exact, bf16, *"])
+
+
 def test_what_cannot_be_judged_fails_with_one_message(suite: pytest.Pytester) -> None:
     calls = {
         "'none:such'": "cannot judge: candidate 'none:such': expected one of",

@@ -495,6 +495,8 @@ class RecallOptions(Written):
         2_000_000, "N", "Estimated prompt tokens to send.", alias="token-budget"
     )
     resume: File = option(None, "FILE", "Journal of replies to go on from.")
+    gate: Texts = option((), "PATH<=VALUE", "Such as recall.lost<=0.")
+    json_: File = option(None, "FILE", "Write the result.", alias="json")
     quiet: Flag = flag("Print the first line only.")
 
     def candidates(self) -> tuple[str, ...]:
