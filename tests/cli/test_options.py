@@ -9,11 +9,18 @@ from hypothesis import strategies as st
 from needlepoint.verify.cli.options import (
     DEFAULT_CANDIDATES,
     LAST,
+    RecallOptions,
     RecordOptions,
+    SelftestOptions,
     VerifyOptions,
     parse_layers,
     parse_stages,
 )
+from needlepoint.verify.probe import server
+from needlepoint.verify.probe.questions import KINDS
+from needlepoint.verify.recall import grid
+from needlepoint.verify.recall.grid import parse_depths
+from needlepoint.verify.selftest.input import TOKENS
 
 
 @given(st.sets(st.integers(0, 300), min_size=1))
@@ -103,6 +110,17 @@ def test_one_candidate_is_recorded_or_the_reference() -> None:
         recorded(device="cuda")
     with pytest.raises(ValueError, match="a contract is the arithmetic of the reference"):
         recorded(candidate=one, contract="bf16")
+
+
+def test_defaults_are_those_of_the_rooms_that_take_them() -> None:
+    """Options are read without torch, so figures of rooms that need it are written again there."""
+    recall = RecallOptions()
+    assert parse_depths(recall.depths) == grid.DEPTHS
+    assert recall.needles == grid.NEEDLES
+    assert recall.questions == ",".join(KINDS)
+    told = str(RecallOptions.options()["haystacks"].description)
+    assert told.endswith(f"default: {grid.HAYSTACKS}, of a server {server.HAYSTACKS}.")
+    assert f"at most {TOKENS}." in str(SelftestOptions.options()["tokens"].description)
 
 
 @pytest.mark.parametrize("name", VerifyOptions.options())

@@ -30,7 +30,6 @@ from needlepoint.verify.recording.manifest import parse_json
 from needlepoint.verify.schema.probe import ProbeResult
 
 HAYSTACKS: Final = 3
-BUDGET_TOKENS: Final = 2_000_000
 CACHES: Final = ("cold", "warm")
 _CHARACTERS_A_TOKEN: Final = 4
 

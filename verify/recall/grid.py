@@ -12,7 +12,6 @@ from needlepoint.verify.recall.model import MakePrompt, NeedlePrompt, Setting
 from needlepoint.verify.recall.pool import Pool
 from needlepoint.verify.recall.prompts import Spot, compose
 
-LENGTHS: Final = ("2560", "4509", "10498", "22528")
 DEPTHS: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 HAYSTACKS: Final = 20
 NEEDLES: Final = 2
