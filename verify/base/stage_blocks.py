@@ -1,9 +1,11 @@
-"""Blocks of queries: small enough that their scores fit a budget."""
+"""Blocks of queries, whose scores fit a budget, and what several profiles share of one block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from threading import Lock
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from torch import Tensor
 from needlepoint.reference.linear import BLOCK
 from needlepoint.reference.topk import visible_entries
 from needlepoint.verify.base.rows import Rows
+
+Value = TypeVar("Value")
 
 BUDGET_BYTES = 96 << 20
 """Bound on what one block of queries holds at once, over all candidates and contracts."""
@@ -90,3 +94,31 @@ def query_blocks(
                 visible_entries(torch.arange(start, stop), ratio),
                 entries,
             )
+
+
+class LastBlock(Generic[Value]):
+    """Values of the block asked for last, by key; threads may ask side by side."""
+
+    def __init__(self) -> None:
+        self._rows = slice(0, 0)
+        self._slots: dict[Hashable, _Slot[Value]] = {}
+        self._lock = Lock()
+
+    def of(self, block: Block, key: Hashable, compute: Callable[[], Value]) -> Value:
+        """Return the value of a key, computed once a block; asking for another block drops it."""
+        with self._lock:
+            if block.rows != self._rows:
+                self._rows, self._slots = block.rows, {}
+            slot = self._slots.setdefault(key, _Slot())
+        with slot.lock:
+            if not slot.found:
+                slot.found.append(compute())
+            return slot.found[0]
+
+
+class _Slot(Generic[Value]):
+    """One value, and the lock under which it is computed."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.found: list[Value] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     QUERY,
@@ -32,7 +34,7 @@ from needlepoint.verify.judge.layer_outcome import LayerOutcome
 from needlepoint.verify.judge.results.layers import layer_result
 from needlepoint.verify.judge.results.stages import zero_errors
 from needlepoint.verify.judge.sides.attention_side import attention_errors
-from needlepoint.verify.judge.sides.outputs import Judgement, judge_observed
+from needlepoint.verify.judge.sides.outputs import judge_observed
 from needlepoint.verify.layout.stored_rows import (
     read_stored,
     replayable,
@@ -82,28 +84,23 @@ def diff_layer(
     upstream = any(bool(errors.local.failed(1.0).any()) for errors in given.values())
     judge = _equal_stages if exact else _judged_stages
     found = judge(pair, arithmetic, limits)
-    outcome = LayerOutcome(
-        layer=pair.given.layer,
-        ratio=pair.given.ratio,
+    outcome = replace(
+        found,
         errors=given | dict(found.errors),
-        picks=found.picks,
         costs={against: _cost(pair)},
         attention=_attention(pair),
-        entry_bytes=sum(p.pool.shape[1] / p.page_size for p in pair.own.stored.values()),
-        peak_transient_bytes=pair.own.peak_transient_bytes,
-        path_taken=pair.own.path_taken,
     )
     result = layer_result(outcome, pair.stages, pair.given, limits, against, wanted=wanted)
     return outcome, _with_notes(result, pair) if exact else result, upstream
 
 
-def _judged_stages(pair: LayerPair, arithmetic: Arithmetic, limits: Limits) -> Judgement:
+def _judged_stages(pair: LayerPair, arithmetic: Arithmetic, limits: Limits) -> LayerOutcome:
     # A dump is held to what it means to make of the projections that it got itself.
     given = pair.given if pair.brought is None else pair.own_given()
     return judge_observed(given, pair.own, arithmetic, limits)
 
 
-def _equal_stages(pair: LayerPair, arithmetic: Arithmetic, limits: Limits) -> Judgement:
+def _equal_stages(pair: LayerPair, arithmetic: Arithmetic, limits: Limits) -> LayerOutcome:
     rows: dict[StageKey, RowErrors] = {
         key: equal_rows(own, pair.meant.dense[key], ".".join(key))
         for key, own in pair.own.dense.items()
@@ -123,14 +120,14 @@ def _equal_stages(pair: LayerPair, arithmetic: Arithmetic, limits: Limits) -> Ju
     errors |= {key: StageErrors(key, row, row) for key, row in scores.items()}
     wanted = {(INDEX, SCORES), (INDEX, TOPK)} & pair.stages
     if wanted <= errors.keys():
-        return Judgement(errors, picks)
+        return LayerOutcome.of(pair.given, pair.own, errors, picks)
     # Scores or picks without what they are made from: where the sides differ, the profile's
     # reference judges.
     judged, same = _judged_stages(pair, arithmetic, limits), same_selection(pair)
     for key in wanted - errors.keys():
         row = zero_errors(sum(pair.given.lengths))
         errors[key] = StageErrors(key, row, row) if key in same else judged.errors[key]
-    return Judgement(errors, judged.picks)
+    return replace(judged, errors=errors)
 
 
 def _equal_queries(own: QueryRows, meant: QueryRows) -> RowErrors:

@@ -6,9 +6,10 @@ the right answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from needlepoint.optimized.protocol.interface import (
 )
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.profile import BF16_CONTRACT, Arithmetic
+from needlepoint.reference.stages import Projected
 from needlepoint.verify.base.memory import trim_malloc
 from needlepoint.verify.base.placement import CARD_BUDGET_BYTES, CPU, observed_on, on, placed
 from needlepoint.verify.base.progress import Progress
@@ -29,23 +31,20 @@ from needlepoint.verify.base.stage_blocks import BUDGET_BYTES, Block, query_bloc
 from needlepoint.verify.base.workers import Workers, workers
 from needlepoint.verify.inputs.layer_inputs import GivenLayer, given_layer
 from needlepoint.verify.inputs.load import Inputs
-from needlepoint.verify.judge.block_reference import BlockReference, LayerReferences
 from needlepoint.verify.judge.candidate_run import blamed
-from needlepoint.verify.judge.contracts import Contracts
+from needlepoint.verify.judge.contracts import ContractBlock, Contracts
 from needlepoint.verify.judge.cost import CostTally, key_error
 from needlepoint.verify.judge.layer_outcome import LayerOutcome
 from needlepoint.verify.judge.profiles import profile_of
 from needlepoint.verify.judge.sides.attention_side import AttentionReads, attention_errors
 from needlepoint.verify.judge.sides.outputs import (
     has_query_side,
-    joined_blocks,
-    joined_picks,
     judge_keys,
     read_layer_rows,
 )
-from needlepoint.verify.judge.sides.profile_side import KeyReferences, ProfileSide
+from needlepoint.verify.judge.sides.profile_side import KeyReferences, ProfileBlock, ProfileSide
 from needlepoint.verify.judge.sides.query_reference import RotatedQueries
-from needlepoint.verify.judge.sides.query_side import BlockJudgement, QueryJudge
+from needlepoint.verify.judge.sides.query_side import QueryJudge
 from needlepoint.verify.judge.swap import SwapTally
 from needlepoint.verify.layout.stored_rows import StoredRows, replayable
 from needlepoint.verify.numerics.limits import Limits
@@ -54,6 +53,74 @@ from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
 _HEAP_BLOCKS = 8  # of queries; giving memory back costs a little
 
 CONTRACT_NAMES = ("exact", "bf16", "official")
+
+
+Task = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class BlockReference:
+    """What contracts and profiles say of one block; filled by its tasks.
+
+    Attributes
+    ----------
+    block
+        The queries.
+    contracts
+        By name; empty where nothing selects.
+    profiles
+        By arithmetic.
+    """
+
+    block: Block
+    contracts: dict[str, ContractBlock] = field(default_factory=dict)
+    profiles: dict[Arithmetic, ProfileBlock] = field(default_factory=dict)
+
+
+class LayerReferences:
+    """Contracts and profiles of one layer, block after block.
+
+    Parameters
+    ----------
+    given
+        The layer's projections.
+    contracts
+        Contracts; fed in the order of the blocks.
+    profiles
+        Distinct profiles of the candidates.
+    """
+
+    def __init__(
+        self, given: GivenLayer, contracts: Contracts, profiles: Mapping[Arithmetic, ProfileSide]
+    ) -> None:
+        self._given = given
+        self._contracts = contracts
+        self.profiles = profiles
+
+    def next(self, block: Block) -> tuple[BlockReference, list[Task]]:
+        """Return the reference of a block and the independent tasks that fill it.
+
+        All tasks of a block have run before those of the next one begin.
+        """
+        if block.start == 0:
+            self._contracts.start_request()
+        reference = BlockReference(block)
+        projected = self._given.projected(block.request, block.start, block.stop)
+        feeds = [partial(self._feed, name, reference, projected) for name in self._contracts.names]
+        sides = [partial(_prepare, side, reference) for side in self.profiles.values()]
+        # Profiles share work and wait for each other: contracts go between them.
+        tasks = chain.from_iterable(zip_longest(sides, feeds))
+        return reference, [task for task in tasks if task is not None]
+
+    def _feed(self, name: str, reference: BlockReference, projected: Projected) -> None:
+        hidden = self._given.inputs.hidden[reference.block.rows]
+        found = self._contracts.feed(name, hidden, projected)
+        if found is not None:
+            reference.contracts[name] = found
+
+
+def _prepare(side: ProfileSide, reference: BlockReference) -> None:
+    reference.profiles[side.arithmetic] = side.prepare(reference.block)
 
 
 @dataclass
@@ -68,7 +135,6 @@ class _Tally:
     judge: QueryJudge | None
     main_rows: Tensor | None
     changed: Tensor | None
-    blocks: list[BlockJudgement] = field(default_factory=list)
     attention: list[RowErrors] = field(default_factory=list)
     costs: dict[str, CostTally] = field(default_factory=dict)
     swap: SwapTally | None = None
@@ -221,9 +287,7 @@ class LayerRun:
         picks = None
         if tally.judge is not None and prepared.query is not None:
             with blamed(tally.name, self._layer):
-                found = tally.judge.judge(block, prepared.query)
-            tally.blocks.append(found)
-            picks = found.candidate_picks
+                picks = tally.judge.judge(block, prepared.query)
         if picks is not None:
             for name, contract in reference.contracts.items():
                 cost = tally.costs.setdefault(name, CostTally())
@@ -246,18 +310,17 @@ class LayerRun:
             for name, contract in keys.items():
                 cost = tally.costs.setdefault(name, CostTally())
                 cost.relative = key_error(own, tally.profile.arithmetic.hadamard, contract)
-        return LayerOutcome(
-            layer=self._layer,
-            ratio=self.given.ratio,
-            errors=tally.errors | joined_blocks(tally.blocks),
-            picks=joined_picks(tally.blocks),
+        judge, errors = tally.judge, tally.errors
+        outcome = LayerOutcome.of(
+            self.given,
+            tally.observed,
+            errors if judge is None else errors | judge.errors,
+            None if judge is None else judge.picks,
+        )
+        return replace(
+            outcome,
             costs=tally.costs,
             attention=RowErrors.concatenate(tally.attention) if tally.attention else None,
-            entry_bytes=sum(
-                rows.pool.shape[1] / rows.page_size for rows in tally.observed.stored.values()
-            ),
-            peak_transient_bytes=tally.observed.peak_transient_bytes,
-            path_taken=tally.observed.path_taken,
             swap=None if tally.swap is None else tally.swap.result(),
         )
 

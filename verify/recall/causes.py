@@ -35,7 +35,7 @@ from needlepoint.optimized.protocol.interface import (
 from needlepoint.verify.base.stages import QUERIES, SCORES, STORED, TOPK, WEIGHTS
 from needlepoint.verify.judge.profiles import profile_of
 from needlepoint.verify.judge.sides.query_reference import QueryReference, ReferenceBlock
-from needlepoint.verify.judge.sides.query_side import BlockJudgement, QueryJudge
+from needlepoint.verify.judge.sides.query_side import QueryJudge
 from needlepoint.verify.layout.stored_rows import StoredRows, read_stored, replayable
 from needlepoint.verify.numerics.compare_codes import compare_encoded
 from needlepoint.verify.numerics.limits import Limits
@@ -144,7 +144,8 @@ class MissJudge:
         reference = QueryReference(inputs, profile, keys, queries.rotated)
         judge = QueryJudge(inputs, outputs, reference, stored, limits)
         self._expected: ReferenceBlock = reference.block(queries.block)
-        self._found: BlockJudgement = judge.judge(queries.block, self._expected)
+        judge.judge(queries.block, self._expected)
+        self._errors, self._picks = judge.errors, judge.picks
 
     def cause(self, row: int, outcome: Outcome) -> Cause:
         """Return why row ``row`` missed a needle that the reference hits."""
@@ -159,7 +160,7 @@ class MissJudge:
         return self._outranked(row, entries, page)
 
     def _outranked(self, row: int, entries: Tensor, page: int | None) -> Cause:
-        picks = self._found.picks
+        picks = self._picks
         if picks is None:
             return Cause(OUTRANKED, "no picks judged", page)
         if int(picks.invalid[row]):
@@ -182,7 +183,7 @@ class MissJudge:
     def _stage_off(self, row: int) -> str:
         """Return the first stage of a query that is off its profile."""
         for key in _BLAMED:
-            errors, limit = self._found.errors.get(key), self._limits[key[1]].value
+            errors, limit = self._errors.get(key), self._limits[key[1]].value
             if errors is not None and not bool(errors.local.ratio[row] <= limit):
                 return ".".join(key)
         # Rows that took its place may be wrong even where its own is right.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from needlepoint.optimized.protocol.interface import CandidateInfo
 from needlepoint.verify.base.stages import COMPARED
-from needlepoint.verify.judge.cost import CostTally, cache_bytes_per_token, contract_cost
+from needlepoint.verify.judge.cost import cache_bytes_per_token, contract_cost
 from needlepoint.verify.judge.layer_outcome import LayerOutcome
 from needlepoint.verify.judge.layer_run import CONTRACT_NAMES
 from needlepoint.verify.judge.profiles import profile_of
@@ -44,6 +44,8 @@ class CandidateOutcome:
         Results of its layers.
     rows
         Per-row errors by name.
+    outcomes
+        What is summed up over layers: costs, bytes and paths taken.
     repeat
         Its repeated runs; None where it ran once.
     recall
@@ -54,11 +56,8 @@ class CandidateOutcome:
     law: MemoryLaw | None = None
     layers: list[LayerResult] = field(default_factory=list)
     rows: dict[str, Tensor] = field(default_factory=dict)
-    costs: dict[str, list[CostTally]] = field(default_factory=dict)
-    entry_bytes: dict[int, float] = field(default_factory=dict)
-    peak_transient_bytes: int = 0
+    outcomes: list[LayerOutcome] = field(default_factory=list)
     repeat: RepeatTally | None = None
-    paths_taken: list[str] = field(default_factory=list)
     recall: Gathered = field(default_factory=Gathered)
     topk: int = 0
 
@@ -77,14 +76,7 @@ class CandidateOutcome:
         if outcome.picks is not None and len(gaps := outcome.picks.gaps()):
             # A looser limit explains more swaps: what it takes for each is kept for `rejudge`.
             self.rows[f"{self.name}/layer{outcome.layer}/index/topk/swaps"] = gaps.float()
-        for contract, tally in outcome.costs.items():
-            self.costs.setdefault(contract, []).append(tally)
-        if outcome.entry_bytes:
-            known = self.entry_bytes.get(outcome.ratio, 0.0)
-            self.entry_bytes[outcome.ratio] = known + outcome.entry_bytes
-        self.peak_transient_bytes = max(self.peak_transient_bytes, outcome.peak_transient_bytes)
-        if outcome.path_taken and outcome.path_taken not in self.paths_taken:
-            self.paths_taken.append(outcome.path_taken)
+        self.outcomes.append(outcome.without_rows())
 
     def add_recall(self, gathered: Gathered, k: int) -> None:
         """Add the needles of one layer."""
@@ -109,13 +101,7 @@ def merged_outcomes(parts: Sequence[Sequence[CandidateOutcome]]) -> list[Candida
         for part in own:
             whole.layers += part.layers
             whole.rows |= part.rows
-            for contract, tallies in part.costs.items():
-                whole.costs.setdefault(contract, []).extend(tallies)
-            for ratio, size in part.entry_bytes.items():
-                whole.entry_bytes[ratio] = whole.entry_bytes.get(ratio, 0.0) + size
-            peak = max(whole.peak_transient_bytes, part.peak_transient_bytes)
-            whole.peak_transient_bytes = peak
-            whole.paths_taken += [p for p in part.paths_taken if p not in whole.paths_taken]
+            whole.outcomes += part.outcomes
             whole.recall = join([whole.recall, part.recall])
             whole.topk = max(whole.topk, part.topk)
         whole.layers.sort(key=lambda layer: layer.layer)
@@ -127,7 +113,15 @@ def candidate_result(outcome: CandidateOutcome) -> CandidateResult:
     """Return the result of one candidate."""
     info = outcome.info
     profile = profile_of(info)
-    costs = {name: contract_cost(outcome.costs.get(name, [])) for name in CONTRACT_NAMES}
+    parts = outcome.outcomes
+    costs = {
+        name: contract_cost([part.costs[name] for part in parts if name in part.costs])
+        for name in CONTRACT_NAMES
+    }
+    sizes: dict[int, float] = {}
+    for part in parts:
+        if part.entry_bytes:
+            sizes[part.ratio] = sizes.get(part.ratio, 0.0) + part.entry_bytes
     return CandidateResult.model_validate(
         {
             "name": info.name,
@@ -136,18 +130,16 @@ def candidate_result(outcome: CandidateOutcome) -> CandidateResult:
             "kernel": Kernel(
                 variant=info.variant,
                 source_sha256=info.source_sha256,
-                path_taken="; ".join(outcome.paths_taken),
+                path_taken="; ".join(dict.fromkeys(p.path_taken for p in parts if p.path_taken)),
             ),
             "profile": Profile(name=profile.name, switches=profile.switches()),
             "verdict": candidate_verdict(outcome.layers),
             "first_divergence": first_divergence(outcome.layers),
             "layers": tuple(outcome.layers),
             "recall": input_recall(outcome.recall, outcome.topk),
-            "format_cost": FormatCost(
-                **costs, cache_bytes_per_token=cache_bytes_per_token(outcome.entry_bytes)
-            ),
+            "format_cost": FormatCost(**costs, cache_bytes_per_token=cache_bytes_per_token(sizes)),
             "memory": MemoryResult(
-                peak_transient_bytes=outcome.peak_transient_bytes,
+                peak_transient_bytes=max((p.peak_transient_bytes for p in parts), default=0),
                 law=outcome.law,
             ),
             "repeat": None if outcome.repeat is None else outcome.repeat.result(),

@@ -40,8 +40,6 @@ from needlepoint.verify.judge.repeat import snapshot
 from needlepoint.verify.judge.sides.key_side import KeyReference, key_reference
 from needlepoint.verify.judge.sides.outputs import (
     has_query_side,
-    joined_blocks,
-    joined_picks,
     judge_keys,
     key_paths,
     read_layer_rows,
@@ -199,8 +197,9 @@ class GroundJudge:
         if self.query is None or not has_query_side(observed) or not _QUERY_PARTS & changed:
             return errors, None
         judge = QueryJudge(given, observed, self.query, stored.get(INDEX), self._limits)
-        blocks = [judge.judge(*pair) for pair in zip(self.blocks, self._reference, strict=True)]
-        return errors | joined_blocks(blocks), joined_picks(blocks)
+        for block, expected in zip(self.blocks, self._reference, strict=True):
+            judge.judge(block, expected)
+        return errors | judge.errors, judge.picks
 
     def _failed(self, errors: Mapping[StageKey, StageErrors], way: str) -> bool:
         return any(

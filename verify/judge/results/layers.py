@@ -25,9 +25,10 @@ from needlepoint.verify.judge.results.stages import (
     consequence_stage,
     uncompared_stage,
 )
-from needlepoint.verify.judge.results.topk import topk_result
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.schema.result import LayerResult, StageResult
+from needlepoint.verify.numerics.selection import Swap
+from needlepoint.verify.numerics.spread import finite
+from needlepoint.verify.schema.result import LayerResult, StageResult, Swaps, TopkResult
 
 
 def layer_result(
@@ -75,7 +76,7 @@ def layer_result(
         layer=outcome.layer,
         ratio=outcome.ratio,
         stages=with_inputs(entries, outcome.ratio),
-        topk=topk_result(outcome, given.topk, contract),
+        topk=_topk_result(outcome, given.topk, contract),
         swap=outcome.swap,
     )
 
@@ -105,3 +106,30 @@ def _consequence(outcome: LayerOutcome, key: StageKey, expected: int) -> StageRe
         why = "needs stored main rows" + (" and picks" if outcome.ratio == 4 else "")
         return uncompared_stage(key, NOT_COVERED, expected, why)
     return consequence_stage(key, outcome.attention, expected)
+
+
+def _topk_result(outcome: LayerOutcome, k: int, contract: str) -> TopkResult | None:
+    """Return the selection of a layer; None where the candidate has no picks."""
+    picks = outcome.picks
+    if picks is None:
+        return None
+    cost = outcome.costs.get(contract)
+    overlap = lost = None
+    if cost is not None and cost.overlap:  # nothing is tallied without the contract's scores
+        overlap, lost = cost.overlap_rows, cost.lost_rows
+    return TopkResult(
+        k=k,
+        rows=len(picks.invalid),
+        discarded_mean=finite(picks.discarded.mean().item()),
+        overlap_mean=None if overlap is None else finite(overlap.mean().item()),
+        overlap_min=None if overlap is None else finite(overlap.min().item()),
+        swaps=Swaps(
+            tie=picks.count(Swap.TIE),
+            explained=picks.count(Swap.EXPLAINED),
+            selector=picks.count(Swap.SELECTOR),
+            unknown=picks.count(Swap.UNKNOWN),
+            upstream=picks.count(Swap.UPSTREAM),
+        ),
+        score_lost_max=None if lost is None else finite(lost.max().item()),
+        invalid=int(picks.invalid.sum()),
+    )

@@ -14,9 +14,8 @@ from torch import Tensor
 from needlepoint.reference.attention import all_visible, sparse_attention
 from needlepoint.reference.layer import ReferenceLayer
 from needlepoint.reference.rope import rope_rows
-from needlepoint.verify.base.stage_blocks import Block
+from needlepoint.verify.base.stage_blocks import Block, LastBlock
 from needlepoint.verify.inputs.layer_inputs import GivenLayer
-from needlepoint.verify.judge.last_block import LastBlock
 from needlepoint.verify.numerics.row_errors import RowErrors, worst_of
 
 

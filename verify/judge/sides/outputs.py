@@ -6,8 +6,7 @@ model adds contracts and attention around the same pieces (``layer_run.py``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -16,26 +15,18 @@ from needlepoint.reference.profile import Arithmetic
 from needlepoint.verify.base.memory import trim_malloc
 from needlepoint.verify.base.rows import Rows
 from needlepoint.verify.base.stage_blocks import query_blocks
+from needlepoint.verify.judge.layer_outcome import LayerOutcome
 from needlepoint.verify.judge.sides.key_side import KeyReference, compare_key_stages, key_reference
 from needlepoint.verify.judge.sides.query_reference import QueryReference, RotatedQueries
-from needlepoint.verify.judge.sides.query_side import BlockJudgement, QueryJudge
+from needlepoint.verify.judge.sides.query_side import QueryJudge
 from needlepoint.verify.layout.stored_rows import StoredRows, read_stored
 from needlepoint.verify.numerics.limits import Limits
-from needlepoint.verify.numerics.row_errors import RowErrors, StageErrors
-from needlepoint.verify.numerics.selection import PickErrors
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Row errors of each stage, and the swaps of the picks."""
-
-    errors: Mapping[StageKey, StageErrors]
-    picks: PickErrors | None
+from needlepoint.verify.numerics.row_errors import StageErrors
 
 
 def judge_observed(
     given: LayerInputs, observed: Observed, arithmetic: Arithmetic, limits: Limits
-) -> Judgement:
+) -> LayerOutcome:
     """Judge one layer against the reference run from its given tensors.
 
     Raises
@@ -54,14 +45,13 @@ def judge_observed(
         del found
         trim_malloc()
     if keys is None or given.query is None or not has_query_side(observed):
-        return Judgement(errors, None)
+        return LayerOutcome.of(given, observed, errors, None)
     reference = QueryReference(given, arithmetic, keys, RotatedQueries(given))
     judge = QueryJudge(given, observed, reference, stored.get(INDEX), limits)
     width = given.query.q.shape[1] * given.query.q.shape[2]
-    blocks = [
-        judge.judge(b, reference.block(b)) for b in query_blocks(given.lengths, given.ratio, width)
-    ]
-    return Judgement(errors | joined_blocks(blocks), joined_picks(blocks))
+    for block in query_blocks(given.lengths, given.ratio, width):
+        judge.judge(block, reference.block(block))
+    return LayerOutcome.of(given, observed, errors | judge.errors, judge.picks)
 
 
 def key_paths(given: LayerInputs) -> tuple[str, ...]:
@@ -107,22 +97,3 @@ def has_query_side(observed: Observed) -> bool:
     """Return whether anything of the query side was observed."""
     parts = (observed.query, observed.scores, observed.topk)
     return any(part is not None for part in parts)
-
-
-def joined_blocks(blocks: Sequence[BlockJudgement]) -> dict[StageKey, StageErrors]:
-    """Return the row errors of consecutive blocks of queries as one."""
-    keys = blocks[0].errors if blocks else {}
-    return {
-        key: replace(
-            blocks[0].errors[key],
-            local=RowErrors.concatenate([block.errors[key].local for block in blocks]),
-            accumulated=RowErrors.concatenate([block.errors[key].accumulated for block in blocks]),
-        )
-        for key in keys
-    }
-
-
-def joined_picks(blocks: Sequence[BlockJudgement]) -> PickErrors | None:
-    """Return the judgement of the picks of consecutive blocks as one; None without picks."""
-    picks = [block.picks for block in blocks if block.picks is not None]
-    return PickErrors.concatenate(picks) if picks else None

@@ -12,8 +12,7 @@ from needlepoint.reference.indexer import index_scores, query_inputs
 from needlepoint.reference.profile import Arithmetic, Precision
 from needlepoint.reference.topk import select_topk
 from needlepoint.verify.base.rows import Rows
-from needlepoint.verify.base.stage_blocks import Block
-from needlepoint.verify.judge.last_block import LastBlock
+from needlepoint.verify.base.stage_blocks import Block, LastBlock
 from needlepoint.verify.judge.sides.key_side import KeyReference, given_table
 from needlepoint.verify.numerics.bounds import ScoreBound, stored_error_bound
 from needlepoint.verify.numerics.error_bound import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -50,30 +50,8 @@ from needlepoint.verify.numerics.tally import Tally, content_of
 _LOWEST = torch.finfo(torch.float32).min
 
 
-@dataclass(frozen=True)
-class BlockJudgement:
-    """What one block of queries says of one candidate.
-
-    Attributes
-    ----------
-    errors
-        Row errors of each compared stage.
-    picks
-        Swaps against the profile's reference; None where the candidate has no picks.
-    candidate_picks
-        int ``[queries, k]``; None likewise.
-    reference_picks
-        int32 ``[queries, k]`` of the profile's reference.
-    """
-
-    errors: Mapping[StageKey, StageErrors]
-    picks: PickErrors | None
-    candidate_picks: Tensor | None
-    reference_picks: Tensor
-
-
 class QueryJudge:
-    """Judges the query side of one candidate.
+    """Judges the query side of one candidate, block by block; rows and swaps add up in it.
 
     Parameters
     ----------
@@ -97,6 +75,8 @@ class QueryJudge:
         stored: StoredRows | None,
         limits: Limits,
     ) -> None:
+        self._blocks: list[Mapping[StageKey, StageErrors]] = []
+        self._swaps: list[PickErrors] = []
         self._inputs = inputs
         self._observed = observed
         self._reference = reference
@@ -115,8 +95,31 @@ class QueryJudge:
             self._keys = [own.rows(counts.span(r)) for r in range(len(inputs.lengths))]
         self._bounds = [ScoreBound.of_keys(rows, reference.arithmetic) for rows in self._keys]
 
-    def judge(self, block: Block, meant: ReferenceBlock) -> BlockJudgement:
-        """Judge one block of queries, given the reference's of the same block."""
+    @property
+    def errors(self) -> dict[StageKey, StageErrors]:
+        """Row errors of each compared stage over the blocks so far, in their order."""
+        return {
+            key: replace(
+                first,
+                local=RowErrors.concatenate([part[key].local for part in self._blocks]),
+                accumulated=RowErrors.concatenate([part[key].accumulated for part in self._blocks]),
+            )
+            for key, first in (self._blocks[0] if self._blocks else {}).items()
+        }
+
+    @property
+    def picks(self) -> PickErrors | None:
+        """Swaps against the profile's reference; None where the candidate has no picks."""
+        return PickErrors.concatenate(self._swaps) if self._swaps else None
+
+    def judge(self, block: Block, meant: ReferenceBlock) -> Tensor | None:
+        """Judge one block of queries, given the reference's of the same block.
+
+        Returns
+        -------
+        Tensor or None
+            int ``[queries, k]``, the candidate's picks; None where it has none.
+        """
         errors: dict[StageKey, StageErrors] = {}
         profile = self._reference.arithmetic
         query, weight = meant.stored, rounding(meant.weights, profile.weights)
@@ -147,7 +150,8 @@ class QueryJudge:
             )
             replayed, radius = usable_scores(own_scores, block), torch.zeros(())
         if self._observed.topk is None:
-            return BlockJudgement(errors, None, None, meant.picks)
+            self._blocks.append(errors)
+            return None
         picks = self._observed.topk[block.rows]
         justifying = replayed if self._scored else None
         best = select_topk(replayed, self._inputs.topk)
@@ -158,7 +162,9 @@ class QueryJudge:
         widths = spread_tally(meant.scores, meant.bound, block.visible)
         rows = replace(pick_rows(swaps), tally=widths)
         errors[INDEX, TOPK] = StageErrors((INDEX, TOPK), pick_rows(local), rows)
-        return BlockJudgement(errors, swaps, picks, meant.picks)
+        self._blocks.append(errors)
+        self._swaps.append(swaps)
+        return picks
 
     def _judge_picks(
         self,

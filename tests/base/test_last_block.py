@@ -5,8 +5,7 @@ from threading import Barrier, Event
 
 import pytest
 
-from needlepoint.verify.base.stage_blocks import query_blocks
-from needlepoint.verify.judge.last_block import LastBlock
+from needlepoint.verify.base.stage_blocks import LastBlock, query_blocks
 
 FIRST, SECOND = list(query_blocks((256,), 4, 1 << 20, 1))[:2]
 
