@@ -32,6 +32,7 @@ from needlepoint.verify.numerics.limits import Limits
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "fixtures/README.md"})
+TOY_STAGE = ROOT / "tests" / "base" / "toy_stage.py"
 ROOMS = (ROOT / "docs/architecture.md").read_text().partition("## Rooms")[2]
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SIDES = ("optimized", "verify")
@@ -158,11 +159,16 @@ def test_commands_print_what_is_shown(document: Path) -> None:
             assert agrees(shown, printed), f"$ {command}\nshown:\n{shown}\n\nprinted:\n{printed}"
 
 
+def flat(text: str) -> str:
+    """Return a text without the indents of its lines."""
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
 @pytest.mark.parametrize("document", with_blocks("python"), ids=name)
 def test_python_blocks_are_parts_of_the_examples(document: Path) -> None:
-    examples = [path.read_text() for path in EXAMPLES.glob("*.py")]
+    examples = [flat(path.read_text()) for path in (*EXAMPLES.glob("*.py"), TOY_STAGE)]
     for block in blocks(document.read_text(), "python"):
-        assert any(block in text for text in examples), block
+        assert any(flat(block) in text for text in examples), block
 
 
 @pytest.mark.parametrize("document", with_blocks("toml"), ids=name)

@@ -1,4 +1,4 @@
-"""Files that are not believed: bounded reads, and JSON that may be hostile."""
+"""Reading files that are not trusted: bounded reads, and JSON that may be hostile."""
 
 from __future__ import annotations
 

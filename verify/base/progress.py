@@ -1,4 +1,4 @@
-"""Progress of long work: a small protocol, on standard error, and silent when nobody watches."""
+"""Progress of long work on standard error; nothing is printed where that is no terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a dump directory: .pt, .npy and .safetensors, none of which is believed.
+"""Files of a dump directory: .pt, .npy and .safetensors; none of them is trusted.
 
 A ``.pt`` file is a pickle. It is loaded with ``weights_only=True``, which builds tensors and plain
 containers and runs nothing; a file that needs more is refused and the message says how to write it

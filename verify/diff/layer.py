@@ -95,7 +95,7 @@ def diff_layer(
 
 
 def _judged_stages(pair: LayerPair, arithmetic: Arithmetic, limits: Limits) -> LayerOutcome:
-    # A dump is held to what it means to make of the projections that it got itself.
+    # A dump is judged from the projections that it holds.
     given = pair.given if pair.brought is None else pair.own_given()
     return judge_observed(given, pair.own, arithmetic, limits)
 

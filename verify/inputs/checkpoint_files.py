@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: an index, shards, and headers that are not believed.
+"""The files of a checkpoint directory: an index, shards, and headers that are not trusted.
 
 Only the headers of shards that hold a wanted tensor are read, and of those only the wanted tensors.
 """

@@ -1,4 +1,4 @@
-"""Run one candidate on one layer and hold it to the protocol: no verdict on one that breaks it.
+"""Run one candidate on one layer and check that it keeps the protocol; otherwise no verdict.
 
 Whatever goes wrong in foreign code becomes one error that names the candidate and the layer. What
 it returned is held to the registry of stages, so that no comparison meets a shape or dtype that it

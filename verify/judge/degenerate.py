@@ -1,4 +1,4 @@
-"""Comparisons that say nothing: each is refused, with what it lacks.
+"""Comparisons that could not fail: each is refused, with the reason.
 
 A limit as wide as the data passes zeros; a limit below half an ULP passes nothing; constant rows
 cannot show a row in the wrong place; a selection that leaves nothing out cannot be wrong; memory

@@ -20,9 +20,9 @@ def profile_of(info: CandidateInfo) -> Arithmetic:
     """Return the arithmetic of a candidate's profile.
 
     ``needlepoint`` is the specification in the candidate's key format, its scores summed in what
-    the candidate names. The name of a contract is a profile too: it says that the candidate means
-    to compute exactly that. The name of an engine is what that engine means to compute with keys of
-    the candidate's format.
+    the candidate names. The name of a contract is a profile too, for a candidate that computes
+    exactly that. The name of an engine is the arithmetic of that engine for keys of the candidate's
+    format.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Directions: faults that are too small for a size limit and all point the same way.
+"""Tests of a direction: errors that are within the limit and all have the same sign.
 
 Every row gives one number ``x`` that has no preferred sign in a sound candidate. With ``lean`` what
 fp32 may push one way all the same, the statistic of a direction is

@@ -1,4 +1,4 @@
-"""What tests say of a stage besides its row errors: directions, and the range of its limit.
+"""Figures of a stage besides its row errors: tests of a direction, and the range of its limit.
 
 These are numbers of a result, so that other limits can be tried on a saved one.
 """

@@ -1,4 +1,4 @@
-"""Judging picks: which entries were lost, which were gained, and whether that is anyone's fault.
+"""Judging picks: which entries were lost, which were gained, and why.
 
 Overlap alone ranks faults in the wrong order: a lost needle costs it less than a harmless swap at
 the boundary. So every entry the reference picks and the candidate does not (*lost*) is paired with

@@ -1,4 +1,4 @@
-"""Row errors to statistics: the one place where a non-finite number becomes null."""
+"""From row errors to statistics; a number that is not finite becomes null here."""
 
 from __future__ import annotations
 

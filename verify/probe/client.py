@@ -1,7 +1,8 @@
-"""Ask one OpenAI-compatible endpoint, politely, and say what came back.
+"""Ask one OpenAI-compatible endpoint, with pauses, and return its answers.
 
-A reply counts only if the server gave one: a dead, slow, busy or babbling server is an *outcome of
-the transport* and never a miss. Keys are read from the environment, sent, and kept nowhere.
+Only an answer counts. A server that is dead, slow or busy, or sends something else, gives an
+*outcome of the transport* and never a miss. Keys are read from the environment, sent, and kept
+nowhere.
 """
 
 from __future__ import annotations

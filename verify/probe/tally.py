@@ -1,4 +1,4 @@
-"""From replies of live endpoints to figures. Only answers count; the rest is said by reason."""
+"""From replies of live endpoints to figures. Only answers count; the rest is listed by reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of each needle: hits at several k, rank, and whether it was exercised at all.
+"""The outcome of each needle: hits at several k, rank, and whether anything had to be left out.
 
 Up to ``k * ratio`` tokens every finished window is picked, whatever the scores say; such rows are
 kept and marked. A needle inside the query's sliding window is read there, whatever the indexer

@@ -110,7 +110,7 @@ class LayerRecord(ManifestPart):
 
 
 class ProfileRecord(ManifestPart):
-    """What the candidate means to compute."""
+    """The arithmetic that the candidate declares."""
 
     name: str
     switches: dict[str, str | bool]

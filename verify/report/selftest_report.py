@@ -1,4 +1,4 @@
-"""The kill matrix: faults against gates, beside what usual comparisons say."""
+"""The table of the self-test: faults, the gates that fired, and what usual comparisons say."""
 
 from __future__ import annotations
 

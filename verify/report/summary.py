@@ -1,4 +1,4 @@
-"""The first lines of every surface: one verdict, one place to look, in words."""
+"""The first lines of every report: the verdict and the first divergence, in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run cannot be asked for, refused before anything has run."""
+"""Checks of a run before it starts: candidates, stages, and inputs that cannot be judged."""
 
 from __future__ import annotations
 

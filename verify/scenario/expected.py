@@ -1,4 +1,4 @@
-"""The oracle by position: what a request's rows are when its tokens run alone from scratch.
+"""The expected rows of a request by position: those of its tokens run alone from the start.
 
 Under the specification a row is a function of the tokens of its window and of its entry, so texts
 are run once as whole prompts and every request takes its rows from there. Rows whose window is of

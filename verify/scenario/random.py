@@ -1,4 +1,4 @@
-"""Random histories: possible by construction, the same on every machine, and covering on purpose.
+"""Random histories: always possible, the same on every machine, and with every kind of event.
 
 History ``4 i`` lets its first request end at a length of residue ``i`` modulo 128. Chunks prefer
 what public faults prefer: single tokens, and ends just before, at and behind a window, page or

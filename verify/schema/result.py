@@ -1,4 +1,4 @@
-"""``needlepoint.result/1``: the one record of a run that every surface is made from.
+"""``needlepoint.result/1``: the record of a run; every report is made from it.
 
 The terminal report, the JSON file, JUnit and gates all read a :class:`Result`; nothing else travels
 from the pipeline to them. Models are strict, closed and frozen. Every number is finite or null: a
@@ -202,7 +202,7 @@ class Kernel(Record):
 
 
 class Profile(Record):
-    """What the candidate means to compute."""
+    """The arithmetic that the candidate declares."""
 
     name: str
     switches: dict[str, str | bool]

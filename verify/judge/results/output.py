@@ -1,4 +1,4 @@
-"""What a command hands over: a result and what is written beside it."""
+"""What a command returns: a result and the row errors that are written with it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The price of rows and picks: the reference attention run on the candidate's, query by query.
+"""How much the candidate's rows and picks change the output of the reference attention.
 
-Attention is a consequence. It is reported beside the stages and never counted: a candidate is not
-charged twice for one fault.
+The output is reported and never counted, so that one fault does not count twice.
 """
 
 from __future__ import annotations
