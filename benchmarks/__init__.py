@@ -14,6 +14,8 @@
     Size of the HTML report of 43 layers, and how long a browser takes to open it.
 ``reference_memory``
     Peak memory and time of the reference on one long request, and how both grow.
+``same_results``
+    What differs between two results of one input, environment and times left out.
 
 ``needlepoint bench`` runs ``stores`` and, with ``--scores``, ``scores``. The rest are parts: their
 workloads (``cases``), the engines beside them (``score_engines``), the clock (``timing``), and the
