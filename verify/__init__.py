@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -14,10 +15,14 @@ from typing import Any
 class _Verify(ModuleType):
     """A package that can be called; what it runs is loaded by the call."""
 
-    def __call__(self, *candidates: Any, **options: Any) -> object:  # noqa: ANN401
+    def __call__(self, candidates: Any = None, **options: Any) -> object:  # noqa: ANN401
+        """Judge candidates: see :func:`needlepoint.verify.cli.python.verify`."""
         from needlepoint.verify.cli.python import verify
 
-        return verify(*candidates, **options)
+        return verify(candidates, **options)
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return import_module, (self.__name__,)  # a function pickles by name; so does this
 
 
 sys.modules[__name__].__class__ = _Verify

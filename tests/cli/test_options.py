@@ -57,6 +57,7 @@ def test_a_stage_stands_for_every_path_that_has_it() -> None:
         [("query", "query"), ("index", "stored")]
     )
     assert parse_stages("query.query") == frozenset({("query", "query")})
+    assert parse_stages(["index.stored, topk"]) == parse_stages("index.stored,topk")
     assert VerifyOptions().stages is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -141,3 +142,8 @@ def test_examples_of_candidates_import_from_the_face_alone() -> None:
         tree = ast.parse((examples / f"{name}.py").read_text())
         named = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         assert not [module for module in named if (module or "").startswith("needlepoint.")], name
+
+
+def test_the_package_that_is_called_pickles_by_name() -> None:
+    """As ``needlepoint.check`` does: pools of processes send a function by its name."""
+    assert pickle.loads(pickle.dumps(needlepoint.verify)) is needlepoint.verify

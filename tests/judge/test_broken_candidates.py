@@ -18,6 +18,7 @@ from needlepoint.optimized.candidates.catalogue import create
 from needlepoint.optimized.protocol.interface import (
     INDEX,
     MAIN,
+    QUERY,
     Candidate,
     LayerInputs,
     Observed,
@@ -159,6 +160,31 @@ BROKEN: dict[str, tuple[Change, str]] = {
         with_dense((MAIN, "roped"), lambda x: x.to(torch.complex64)),
         "torch.complex64",
     ),
+    "a stage beside its field": (
+        lambda inputs, seen: replace(
+            seen, dense={**seen.dense, (QUERY, "weights"): torch.zeros(200, 4)}
+        ),
+        "stage query.weights stands in dense",
+    ),
+    "dense of another key": (
+        lambda _, seen: replace(seen, dense=cast(Any, {"pooled": torch.zeros(50, 512)})),
+        "dense has the key 'pooled', expected (path, stage)",
+    ),
+    "a list of dense": (
+        lambda _, seen: replace(seen, dense=cast(Any, [])),
+        "dense is [], expected a dict",
+    ),
+    "entries of a tensor": (
+        with_pool(INDEX, entries=(torch.tensor(50),)),
+        "index.stored has entries (tensor(50),), expected whole numbers",
+    ),
+    "no entries": (with_pool(INDEX, entries=None), "entries of type NoneType, expected tuple"),
+    "a layout of no text": (
+        with_pool(INDEX, layout=["index-fp8"]),
+        "layout ['index-fp8'], expected str",
+    ),
+    "a long layout": (with_pool(INDEX, layout="x" * 10_000), "no layout"),
+    "folded or not": (with_query(scale_folded="no"), "scale_folded is 'no', expected True"),
     "a stage that no layer has": (
         lambda _, seen: replace(
             seen, dense={**seen.dense, (MAIN, "rotated"): torch.zeros(50, 512)}

@@ -45,6 +45,8 @@ DTYPE_NAMES = {
 }
 """Dtypes that a stage can hold, as safetensors names them."""
 
+_LONGEST_LAYOUT = 40
+
 QUERY_FORMATS = ("bf16", "fp8", "fp4", "float64")
 """Formats of stored queries; ``float64`` is that of the reference."""
 
@@ -186,6 +188,7 @@ def check_outputs(inputs: LayerInputs, outputs: Observed) -> tuple[StageKey, ...
         stage has, or one that is missing.
     """
     where = f"layer {inputs.layer}"
+    _check_fields(where, outputs)
     stages = returned_stages(inputs, outputs)
     known = declared_stages(inputs.ratio)
     for key in stages:
@@ -193,19 +196,19 @@ def check_outputs(inputs: LayerInputs, outputs: Observed) -> tuple[StageKey, ...
             raise ValueError(
                 f"{where}: a layer of ratio {inputs.ratio} has no stage {'.'.join(key)}"
             )
+    for path, stage in outputs.dense:
+        if not stage_named(stage).dense:
+            raise ValueError(
+                f"{where}: stage {path}.{stage} stands in dense; expected it in its own field of "
+                "Observed"
+            )
     expected = tuple(length // inputs.ratio for length in inputs.lengths)
     for path, paged in outputs.stored.items():
-        if tuple(paged.entries) != expected:
+        if paged.entries != expected:
             raise ValueError(
                 f"{where}: {path}.stored has entries {list(paged.entries)}, expected "
                 f"{list(expected)} (request lengths // {inputs.ratio})"
             )
-    if outputs.query is not None and outputs.query.format not in QUERY_FORMATS:
-        raise ValueError(
-            f"{where}: query format {outputs.query.format!r}, expected one of "
-            f"{', '.join(QUERY_FORMATS)}"
-        )
-    _check_numbers(where, outputs)
     widths = {path: given.norm_weight.numel() for path, given in inputs.paths.items()}
     rules = output_rules(
         stages,
@@ -219,14 +222,15 @@ def check_outputs(inputs: LayerInputs, outputs: Observed) -> tuple[StageKey, ...
     for name, found in _facts(tensors, outputs, inputs):
         if name not in rules:
             raise ValueError(
-                f"{where}: tensor {name} belongs to no stage that was returned; remove it"
+                f"tensor layer{inputs.layer}.{name} belongs to no stage that was returned; "
+                "remove it"
             )
         rule, dims = rules.pop(name)
         fault = rule.fault(*found, dims)
         if fault is not None:
             raise ValueError(f"tensor layer{inputs.layer}.{name}: {fault}")
     for name in rules:
-        raise ValueError(f"{where}: tensor {name} is missing; its stage was returned")
+        raise ValueError(f"tensor layer{inputs.layer}.{name} is missing; its stage was returned")
     return stages
 
 
@@ -252,21 +256,61 @@ def _dtype(tensor: Tensor, name: str, layer: int) -> str:
     return DTYPE_NAMES[tensor.dtype]
 
 
-def _check_numbers(where: str, outputs: Observed) -> None:
+def _check_fields(where: str, outputs: Observed) -> None:
     """Refuse what stands beside the tensors and is not what its annotation says."""
-    for path, paged in outputs.stored.items():
-        if type(paged.page_size) is not int or not 1 <= paged.page_size < 1 << 32:
+    for name in ("dense", "stored"):
+        if not isinstance(getattr(outputs, name), Mapping):
             raise ValueError(
-                f"{where}: {path}.stored has page_size {paged.page_size!r}, expected a whole "
-                "number of at least 1"
+                f"{where}: {name} is {_shown(getattr(outputs, name))}, expected a dict"
             )
+    for key in outputs.dense:
+        if not isinstance(key, tuple) or [type(part) for part in key] != [str, str]:
+            raise ValueError(f"{where}: dense has the key {_shown(key)}, expected (path, stage)")
+    for path, paged in outputs.stored.items():
+        for name, kind, found in (
+            ("layout", str, paged.layout),
+            ("page_size", int, paged.page_size),
+            ("page_table", tuple, paged.page_table),
+            ("entries", tuple, paged.entries),
+        ):
+            if type(found) is not kind:
+                raise ValueError(
+                    f"{where}: {path}.stored has {name} {_shown(found)}, expected {kind.__name__}"
+                )
+        if not 1 <= paged.page_size < 1 << 32:
+            raise ValueError(
+                f"{where}: {path}.stored has page_size {paged.page_size}, expected at least 1"
+            )
+        if len(paged.layout) > _LONGEST_LAYOUT:
+            raise ValueError(f"{where}: {path}.stored has layout {_shown(paged.layout)}, no layout")
+        if any(type(count) is not int for count in paged.entries):
+            raise ValueError(
+                f"{where}: {path}.stored has entries {_shown(paged.entries)}, expected whole "
+                "numbers"
+            )
+    if outputs.query is not None and outputs.query.format not in QUERY_FORMATS:
+        raise ValueError(
+            f"{where}: query format {_shown(outputs.query.format)}, expected one of "
+            f"{', '.join(QUERY_FORMATS)}"
+        )
+    if outputs.query is not None and type(outputs.query.scale_folded) is not bool:
+        raise ValueError(
+            f"{where}: scale_folded is {_shown(outputs.query.scale_folded)}, expected True or False"
+        )
     peak = outputs.peak_transient_bytes
     if type(peak) is not int or not 0 <= peak < 1 << 48:
         raise ValueError(
-            f"{where}: peak_transient_bytes is {peak!r}, expected a whole number of bytes"
+            f"{where}: peak_transient_bytes is {_shown(peak)}, expected a whole number of bytes"
         )
-    if not isinstance(outputs.path_taken, str):
-        raise ValueError(f"{where}: path_taken is {outputs.path_taken!r}, expected a text")
+    if type(outputs.path_taken) is not str:
+        raise ValueError(f"{where}: path_taken is {_shown(outputs.path_taken)}, expected a text")
+
+
+def _shown(value: object) -> str:
+    """Return a foreign value for a message: its type, and a text or number cut short."""
+    if isinstance(value, str | int | float | tuple | list):
+        return f"{value!r:.80}"
+    return f"of type {type(value).__name__}"
 
 
 def _dims(lengths: Sequence[int], ratio: int, width: int, heads: int) -> dict[str, int]:

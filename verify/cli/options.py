@@ -80,6 +80,8 @@ def _several(value: object, info: ValidationInfo) -> object:
     python = info.context == "python"
     if python and isinstance(value, str):
         return (value,)
+    if python and isinstance(value, set | frozenset):
+        value = sorted(value, key=str)
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ValueError("expected a list of texts")
     if python and not all(isinstance(item, str) for item in value):
@@ -141,9 +143,10 @@ def parse_stages(value: object) -> frozenset[StageKey]:
         names = [part.strip() for part in value.split(",")]
     else:
         items = value if isinstance(value, Sequence | set | frozenset) else ()
-        names = [".".join(i) if isinstance(i, tuple) else i for i in items if _is_stage(i)]
-        if not names or len(names) < len(items):
+        texts = [".".join(i) if isinstance(i, tuple) else i for i in items if _is_stage(i)]
+        if not texts or len(texts) < len(items):
             raise ValueError("expected a name such as 'index.stored', or names")
+        names = [part.strip() for text in texts for part in text.split(",")]
     known = sorted({key for ratio in RATIOS for key in declared_stages(ratio)}, key=stage_order)
     chosen: set[StageKey] = set()
     for name in names:

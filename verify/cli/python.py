@@ -21,6 +21,7 @@ from needlepoint.verify.base.progress import NoProgress
 from needlepoint.verify.cli.commands import run_diff, run_verify
 from needlepoint.verify.cli.options import DiffOptions, Options, VerifyOptions
 from needlepoint.verify.cli.outputs import Outputs
+from needlepoint.verify.judge.results.gates import apply_gates
 from needlepoint.verify.recording import results
 from needlepoint.verify.report.summary import details, headline
 from needlepoint.verify.schema import result as schema
@@ -249,7 +250,9 @@ def _judged(
     output = run_verify(options, NoProgress(), made)
     # Under torchrun one rank writes for all; every rank has the result.
     rows, result = output.rows, output.result
-    return _saying(outputs.write(result, rows) if output.reports else result)
+    if not output.reports:
+        return _saying(apply_gates(result, outputs.gates))
+    return _saying(outputs.write(result, rows))
 
 
 def _saying(result: schema.Result) -> Result:

@@ -75,7 +75,7 @@ class LayerReader:
         dense = {
             (path, stage): rows
             for path in known
-            for stage in dense_stages(path, self._base.ratio)
+            for stage in dense_stages(path)
             if (rows := self._rows((path, stage))) is not None
         }
         given = self._given()

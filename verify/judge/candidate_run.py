@@ -67,7 +67,7 @@ def observe(candidate: Candidate, given: LayerInputs) -> Observed:
             )
         _require_protocol(given, declared, observed)
         require_own_memory(given, observed)
-    observed = _without_history(observed)
+        observed = _without_history(observed)
     if observed.scores is None:
         return observed
     return replace(observed, scores=_blamed_reader(observed.scores, name, given.layer))
